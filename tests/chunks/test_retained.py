@@ -139,7 +139,10 @@ def test_pages_are_given_up_when_they_are_needed() -> None:
         )
         for index in range(3):  # ahead of it in the queue, and of its pages
             chunked.llm_engine.add_request(str(index), big, greedy(8, ignore_eos=True))
-            chunked.llm_engine.scheduler.waiting.rotate(1)
+            scheduler = chunked.llm_engine.scheduler
+            last = list(scheduler.waiting)[-1]
+            scheduler.waiting.remove(last)
+            scheduler.add_first(last)
         *_, output = waiting
         assert_same_logprobs(output, expected)
         assert output.blend is not None and not output.blend.retained

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ class Arrival:
     blocked_until: int = 0
     abort_at: int | None = None
     priority: int = 0
+    flow: tuple[str, str] = ("", "")  # tenant and call
 
 
 @st.composite
@@ -48,6 +49,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         blocked_until=draw(st.sampled_from([0, 0, 0, 8, 15])),
         abort_at=draw(st.one_of(st.none(), st.none(), st.none(), st.integers(0, 20))),
         priority=draw(st.integers(-1, 1)),
+        flow=draw(st.sampled_from([("", ""), ("a", "1"), ("a", "2"), ("b", "1")])),
     )
 
 
@@ -61,7 +63,9 @@ def request_of(index: int, arrival: Arrival) -> Request:
         plan = make_plan(segments, arrival.prompt, n, selector, 0.5, [1], None, 3)
     params = SamplingParams(max_tokens=arrival.new_tokens) if arrival.new_tokens else None
     metrics = RequestMetrics(arrival_time=0.0)
-    return Request(str(index), list(arrival.prompt), params, metrics, blend=plan, priority=arrival.priority)
+    request = Request(str(index), list(arrival.prompt), params, metrics, blend=plan, priority=arrival.priority)
+    request.tenant, request.call = arrival.flow
+    return request
 
 
 @dataclass
@@ -80,7 +84,8 @@ class Simulation:
         assert bool(output) == bool(output.scheduled)
         self.check_tables()
         scheduled = [item.request for item in output.scheduled]
-        self.check_admission(queue, was_running, scheduled)
+        if not scheduler.waiting.is_contended:  # otherwise calls take turns
+            self.check_admission(queue, was_running, scheduled)
         assert not output.preempted or set(scheduled).isdisjoint([*queue, *output.preempted]), (
             "a step that preempts admits nothing"
         )
@@ -182,12 +187,16 @@ def is_full(scheduler: Scheduler) -> bool:
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(6, 30),
     caching=st.booleans(),
+    several=st.booleans(),
 )
-def test_random_traffic(plan: list[Arrival], spare_blocks: int, max_num_seqs: int, budget: int, caching: bool) -> None:
+def test_random_traffic(
+    plan: list[Arrival], spare_blocks: int, max_num_seqs: int, budget: int, caching: bool, several: bool
+) -> None:
     """Arrivals, aborts, late chunks and pools of barely one request: every request finishes, nothing leaks."""
     blocks = BlockManager(MAX_LEN // SIZE + 1 + spare_blocks, SIZE, caching)
     scheduler = Scheduler(blocks, max_num_seqs, budget)
     simulation = Simulation(scheduler)
+    plan = plan if several else [replace(each, flow=("", "")) for each in plan]
     requests = {request_of(index, arrival): arrival for index, arrival in enumerate(plan)}
     for step in range(2000):
         unblocks = any(0 < arrival.blocked_until == step for arrival in plan)
@@ -205,7 +214,7 @@ def test_random_traffic(plan: list[Arrival], spare_blocks: int, max_num_seqs: in
         if all(request.finished for request in requests):
             break
     assert all(request.finished for request in requests)
-    assert not scheduler.has_requests
+    assert not scheduler.has_requests and not scheduler.waiting.tenants
     assert blocks.num_free_blocks == blocks.num_usable_blocks
     for request, arrival in requests.items():
         assert request.block_table == []

@@ -144,10 +144,13 @@ def test_pinned_chunks_stay() -> None:
     assert "later" in store and "e" not in store and store.bytes_of("e") == 0
 
 
+ALL = (1.0, 1.0)  # of the budget may be retained
+
+
 def test_retained_chunks_leave_after_all_others() -> None:
     """Those of the lowest level first, whatever their use. When their time has come, they are like any others."""
     now = 0.0
-    store = MemoryChunkStore(3 * TOKEN_BYTES, now=lambda: now)
+    store = MemoryChunkStore(3 * TOKEN_BYTES, now=lambda: now, quotas=ALL)
     for key, level in (("high", 9), ("low", 1), ("none", 0)):
         store.retain(key, level, 10)  # also before it is there
         store.put(key, chunk(1))
@@ -171,7 +174,7 @@ def test_retained_chunks_leave_after_all_others() -> None:
 
 def test_retention_that_is_renewed_lasts_as_long_as_was_asked_for_last() -> None:
     now = 0.0
-    store = MemoryChunkStore(2 * TOKEN_BYTES, now=lambda: now)
+    store = MemoryChunkStore(2 * TOKEN_BYTES, now=lambda: now, quotas=ALL)
     store.retain("renewed", 1, 10)
     store.retain("renewed", 1, 20)
     for key in ("renewed", "other"):
@@ -187,7 +190,7 @@ def test_retention_that_is_renewed_lasts_as_long_as_was_asked_for_last() -> None
 
 
 def test_a_cleared_store_retains_nothing() -> None:
-    store = MemoryChunkStore(TOKEN_BYTES)
+    store = MemoryChunkStore(TOKEN_BYTES, quotas=ALL)
     store.retain("a", 9, 1e6)
     store.put("a", chunk(1))
     store.clear()
@@ -196,7 +199,7 @@ def test_a_cleared_store_retains_nothing() -> None:
 
 def test_retained_chunks_that_leave_do_not_advance_the_clock() -> None:
     """They may be of a far higher priority than the chunks that are not retained, which would then count as new."""
-    store = MemoryChunkStore(3 * TOKEN_BYTES)
+    store = MemoryChunkStore(3 * TOKEN_BYTES, quotas=ALL)
     store.retain("hot", 1, 1e6)
     store.put("hot", chunk(3))
     for _ in range(9):
@@ -207,10 +210,47 @@ def test_retained_chunks_that_leave_do_not_advance_the_clock() -> None:
 
 def test_retention_takes_no_memory() -> None:
     now = 0.0
-    store = MemoryChunkStore(4 * TOKEN_BYTES, now=lambda: now)
+    store = MemoryChunkStore(4 * TOKEN_BYTES, now=lambda: now, quotas=ALL)
     for number in range(2000):
         now = float(number)
         store.retain("often", 1, 1e6)
         store.retain(f"short {number}", 1, 0.5)
         store.put(f"short {number}", chunk(1))
     assert len(store._expiries) < 200 and len(store._by_priority) < 100 and len(store._retained) < 10
+
+
+def test_what_one_owner_retains_does_not_end_reuse_for_others() -> None:
+    """Half of the memory is the most that one may retain, and three quarters all together. The rest is for what is
+    used, and what was retained beyond a quota leaves as any other chunk does."""
+    now = 0.0
+    store = MemoryChunkStore(8 * TOKEN_BYTES, now=lambda: now)
+
+    def fill(owner: str, count: int) -> None:
+        for number in range(count):
+            store.retain(f"{owner}{number}", 9, 60, owner)
+            store.put(f"{owner}{number}", chunk(1))
+
+    def kept(owner: str) -> int:
+        return sum(f"{owner}{number}" in store for number in range(100))
+
+    fill("greedy", 100)
+    for _ in range(20):  # ordinary chunks have room beside them
+        for key in ("x", "y", "z"):
+            store.put(key, chunk(1))
+            assert store.get(key) is not None
+    assert all(key in store for key in ("x", "y", "z")) and kept("greedy") >= 4
+    fill("other", 100)
+    assert kept("other") >= 2 and kept("greedy") == 4
+    for number in range(20):
+        store.put(f"ordinary {number}", chunk(1))
+    assert (kept("greedy"), kept("other"), len(store)) == (4, 2, 8)
+    for number in range(4):  # what is given up counts no more
+        store.retain(f"greedy{number}", 0, 0.0)
+        store.remove(f"greedy{number}")
+    fill("third", 3)
+    for number in range(20):
+        store.put(f"ordinary {number}", chunk(1))
+    assert (kept("third"), kept("other")) == (3, 2)
+    now = 60.0
+    store.put("all is over", chunk(8))
+    assert not store._counted and not store._counted_bytes.total() and len(store) == 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from tests.kv_store.tiers import SECONDS, FakeStorage, chunk, tier
+from vllm_blend.engine.metrics import Metric
+from vllm_blend.entrypoints.openai.metrics.engine_families import engine_families
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.host_memory import PAGE, Arena
@@ -293,4 +296,36 @@ def test_over_a_real_disk(tmp_path: Path) -> None:
     assert all(kv is None or same(kv, chunk(10, value)) for value, kv in enumerate(found))
     assert sum(kv is not None for kv in found) >= 6
     assert gauges(store)["disk_chunks"] == 6 and gauges(store)["disk_bytes"] == 6 * PAGE
+    store.close()
+
+
+def test_what_a_disk_does_not_store_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is an error of writing, as often as it loses a chunk; what it does not take is a refusal. A chunk
+    that is there already is neither."""
+    store = TieredChunkStore(
+        MemoryChunkStore(BUDGET), [Tier("disk", DiskChunkStore(DiskStoreConfig(tmp_path, 6 * PAGE, "0" * 32)), 1 << 20)]
+    )
+
+    def put(*values: int, size: int = 10) -> tuple[float, float]:
+        for value in values:
+            store.put(f"{value:032x}", chunk(size, value))
+            assert store.flush(SECONDS)
+        metrics = [Metric(f"vllm_blend:chunk_store_{name}", value) for name, value in store.gauges()]
+        counted = {
+            (family.name, sample.labels.get("operation")): sample.value
+            for family in engine_families(metrics, "m")
+            for sample in family.samples
+            if sample.labels.get("tier") == "disk"
+        }
+        return counted["vllm_blend:chunk_store_errors", "write"], counted["vllm_blend:chunk_store_refused", None]
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert put(1, 1) == (0, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full)
+        assert put(2) == (1, 0)
+        assert put(3, 4) == (3, 0)  # while nothing is tried, either
+    assert put(5, size=10_000)[1] == 1
     store.close()

@@ -1,11 +1,11 @@
 """Choose which tokens of which requests go into the next step: continuous batching, chunked prefill and preemption.
 
-Running requests come first (decodes, and the rest of prefills already begun), then waiting ones in order of arrival, as
-far as the token budget, the number of sequences and the pages allow. When pages run out, the request that started last
-returns its pages and is computed again later.
+Running requests come first (decodes, and the rest of prefills already begun), then waiting ones in turn over tenants
+and their calls, as far as the token budget, the number of sequences and the pages allow. When pages run out, the
+request that started last returns its pages and is computed again later.
 
 Both queues are sorted by priority before that, so a request of a lower number runs earlier and keeps its pages longer.
-A waiting request never takes the place of a running one.
+A waiting request takes the place of a running one only if that one's tenant, or call, has more than its part.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from vllm_blend.core.block_manager import BlockManager, Retained
+from vllm_blend.core.fairness import divide_prefill, find_victim
 from vllm_blend.core.pages import BlockTable
 from vllm_blend.core.prefix_cache import find_prefix, publish_blocks
 from vllm_blend.core.step import BlendPart, ScheduledRequest, SchedulerOutput, blend_rows
-from vllm_blend.core.waiting_queue import WaitingQueue, priority_of
+from vllm_blend.core.waiting_queue import Call, WaitingQueue, priority_of
 from vllm_blend.request import Request, RequestStatus
 
 
@@ -39,6 +40,8 @@ class Scheduler:
         self.on_release: list[Callable[[Request], None]] = []  # called when a request is about to return its pages
         # Requests that counted on retained pages which are gone, and have no plan: blocked until they have one.
         self.lost: list[Request] = []
+        self._partial: list[Request] = []  # that the last step has left in the middle of their prefill
+        self._shares: dict[str, int] | None = None  # how many tokens of a step's prefill each may have; None: any
         self._uncopied: list[Request] = []  # their copies belong to a step that has not been queued yet
 
     @property
@@ -78,17 +81,26 @@ class Scheduler:
         self.waiting.count_anew()
         self._restart_uncopied()
         output = SchedulerOutput()
+        is_contended = self.waiting.is_contended
+        if is_contended and self.waiting and not self._make_room(ahead):
+            return output
+        self._shares = self._divide_prefill() if is_contended and self._partial else None
         budget = self._schedule_running(output, self.max_num_batched_tokens, ahead)
         if budget is None:
             return SchedulerOutput()
+        if is_contended:
+            for item in output.scheduled:
+                self.waiting.charge(item.request, item.num_rows)
         if not output.preempted:
             self._schedule_waiting(output, budget)
+        self._partial = [item.request for item in output.scheduled if item.num_rows > 1 and not _ends_prefill(item)]
         return output
 
     def finish(self, request: Request) -> None:
         """Remove a request from the queues, finished or aborted, and return its pages."""
         if request in self.running:
             self.running.remove(request)
+            self.waiting.stopped(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
@@ -159,9 +171,13 @@ class Scheduler:
                 continue
             # A blend goes on, or is done again if its step failed, whole if it is not divided, whatever the budget.
             is_blend = request.awaits_blend
-            part = self._blend_part(request, budget) if is_blend else None
+            limit = self._limit(request, budget)
+            if limit <= 0 and self._is_divided(request):
+                index += 1
+                continue
+            part = self._blend_part(request, limit) if is_blend else None
             remaining = num_tokens - computed
-            count = remaining if is_blend else min(remaining, budget)
+            count = remaining if is_blend else min(remaining, limit)
             while not self._grow(request, computed + count):
                 if ahead:
                     return None
@@ -175,6 +191,7 @@ class Scheduler:
             item = ScheduledRequest(request, computed, count, is_blend, drafts, part)
             output.scheduled.append(item)
             budget -= item.num_rows
+            self._use(item)
             index += 1
         return budget
 
@@ -202,10 +219,14 @@ class Scheduler:
         skipped: list[Request] = []
         # Contexts that this step blends: another request for the same one finds it in the next step.
         blending = {_key_of(item.request) for item in output.scheduled if item.is_blend} - {None}
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting.popleft()
-            later = request.blocked or _key_of(request) in blending
-            item = None if later else self._admit(request, budget, output)
+        turns = self.waiting.in_turn() if self.waiting else None
+        while turns is not None and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = turns.take()
+            if request is None:
+                break
+            limit = self._limit(request, budget)
+            later = request.blocked or _key_of(request) in blending or (limit <= 0 and self._is_divided(request))
+            item = None if later else self._admit(request, limit if self._is_divided(request) else budget, output)
             if item is None:
                 skipped.append(request)
                 if later or request.blocked:
@@ -215,13 +236,86 @@ class Scheduler:
                 blending.add(request.retention.key)
             output.scheduled.append(item)
             budget -= item.num_rows
+            self._use(item)
+            self.waiting.started(request)
+            self.waiting.charge(request, item.num_rows)
             if request.status is not RequestStatus.PREEMPTED:
                 output.admitted.append(request)
             request.status = RequestStatus.RUNNING
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.time()
             insort_right(self.running, request, key=priority_of)
-        self.waiting.extendleft(reversed(skipped))
+        self.waiting.put_back(skipped)
+
+    def _make_room(self, ahead: bool) -> bool:
+        """Preempt requests of tenants and calls that have more than their part, if the next request in turn has less
+        and finds no room. Return False if that is to be done, but a step still runs."""
+        call = self._next_ready()
+        while call is not None:
+            asking = call.waiting[0]
+            victim = None
+            if len(self.running) >= self.max_num_seqs:
+                victim = find_victim(self.waiting, asking, self.running, lambda _: 1, self.max_num_seqs, 1)
+            else:
+                needed = self.blocks.blocks_for(min(asking.num_tokens, self.max_num_batched_tokens))
+                if needed > self.blocks.num_free_blocks:
+                    usable = self.blocks.num_usable_blocks
+                    victim = find_victim(self.waiting, asking, self.running, _num_blocks, usable, needed)
+            if victim is None:
+                return True
+            if ahead:
+                return False
+            self._wait_again(victim)
+            self.num_preemptions += 1
+        return True
+
+    def _next_ready(self) -> Call | None:
+        """Return the call whose first request is next in turn, if there is anyone who may have to make room for it: a
+        tenant, or a call, of which several requests run."""
+        tenants = self.waiting.tenants.values()
+        holds_several = len(tenants) > 1 and any(each.num_running > 1 for each in tenants)
+        if not holds_several and all(call.num_running < 2 for each in tenants for call in each.calls.values()):
+            return None
+        call = self.waiting.in_turn().peek()
+        return None if call is None or call.waiting[0].blocked else call
+
+    def _divide_prefill(self) -> dict[str, int] | None:
+        """Return how many tokens of the next step each tenant, or call, may have prefilled; None if one alone needs
+        any."""
+        partial = [each for each in self._partial if each.status is RequestStatus.RUNNING]
+        if not partial:
+            return None
+        needs: dict[str, int] = {}
+        waits = self.waiting.in_turn().peek() if len(self.running) < self.max_num_seqs else None
+        if waits is not None and not waits.waiting[0].blocked:
+            first = waits.waiting[0]
+            if all(self.waiting.flow_of(first) != self.waiting.flow_of(each) for each in partial):
+                needs[self.waiting.flow_of(first)] = self._count_rows(first)
+        for request in partial:
+            rows = blend_rows(request) if request.awaits_blend else request.num_tokens
+            done = request.num_blended_rows if request.awaits_blend else request.num_computed_tokens
+            flow = self.waiting.flow_of(request)
+            needs[flow] = needs.get(flow, 0) + rows - done
+        if len(needs) < 2:
+            return None
+        return divide_prefill(needs, self.max_num_batched_tokens - (len(self.running) - len(partial)))
+
+    def _limit(self, request: Request, budget: int) -> int:
+        """Return how many tokens of a request's prefill this step may compute."""
+        if self._shares is None:
+            return budget
+        return min(budget, self._shares.get(self.waiting.flow_of(request), budget))
+
+    def _use(self, item: ScheduledRequest) -> None:
+        """Take what a step prefills for a request from the part of its tenant, or call."""
+        if self._shares is not None and item.num_rows > 1:
+            flow = self.waiting.flow_of(item.request)
+            if flow in self._shares:
+                self._shares[flow] -= item.num_rows
+
+    def _is_divided(self, request: Request) -> bool:
+        """Return whether a request's prefill may be computed in parts."""
+        return request.blend is None or self._blend_part(request, 1) is not None
 
     def _admit(self, request: Request, budget: int, output: SchedulerOutput) -> ScheduledRequest | None:
         """Give a waiting request its first pages and tokens; return None if they do not fit now."""
@@ -307,6 +401,7 @@ class Scheduler:
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
         self.add_first(request)
+        self.waiting.stopped(request)
         self._release(request)
 
     def _release(self, request: Request) -> None:
@@ -325,6 +420,15 @@ def _is_complete(request: Request, num_tokens: int) -> bool:
     """Return whether a step in flight computes the rest of a request of so many tokens, or draws its last one."""
     longest = request.max_num_tokens
     return request.num_computed_tokens == num_tokens or (longest is not None and num_tokens >= longest)
+
+
+def _num_blocks(request: Request) -> int:
+    return len(request.block_table)
+
+
+def _ends_prefill(item: ScheduledRequest) -> bool:
+    """Return whether the request's known tokens are all computed with this step."""
+    return item.completes and item.known_stop >= item.request.num_tokens
 
 
 def _is_divisible(request: Request) -> bool:

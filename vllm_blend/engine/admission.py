@@ -14,28 +14,36 @@ from vllm_blend.request import Request, RequestStatus
 
 
 class AdmissionQueue:
-    """Admits prompts in the order in which they came, as long as the chunks of those that were admitted and do not run
-    yet take at most `budget_bytes`; one prompt is always admitted."""
+    """Admits prompts as long as the chunks of those that were admitted and do not run yet take at most `budget_bytes`;
+    one prompt is always admitted. Tenants take turns, and so do the calls of a tenant; those of one call are admitted
+    in the order in which they came."""
 
     def __init__(self, budget_bytes: int, bytes_per_token: int) -> None:
         self.budget_bytes, self.bytes_per_token = budget_bytes, bytes_per_token
-        self._queue: deque[PendingBlend] = deque()
+        self._queues: dict[tuple[str, str], deque[PendingBlend]] = {}  # by tenant and call
+        self._turns: dict[str | tuple[str, str], int] = {}  # when each had its last turn
+        self._num_turns = 0
         self._admitted: deque[tuple[list[weakref.ref[Request]], int]] = deque()  # admitted, and their bytes
         self._held = 0
 
     def add(self, pending: PendingBlend) -> None:
-        self._queue.append(pending)
+        self._queues.setdefault(_flow(pending), deque()).append(pending)
 
     def next(self) -> PendingBlend | None:
         """Admit the next prompt, and return it; None if it has to wait, or there is none."""
         while self._admitted and all(_runs(request()) for request in self._admitted[0][0]):
             self._held -= self._admitted.popleft()[1]
-        if not self._queue:
+        if not self._queues:
             return None
-        num_bytes = self._queue[0].num_tokens * self.bytes_per_token
+        flow = min(self._queues, key=lambda flow: (self._turns.get(flow[0], 0), self._turns.get(flow, 0)))
+        num_bytes = self._queues[flow][0].num_tokens * self.bytes_per_token
         if self._admitted and self._held + num_bytes > self.budget_bytes:
             return None
-        pending = self._queue.popleft()
+        pending = self._queues[flow].popleft()
+        self._num_turns += 1
+        self._turns[flow] = self._turns[flow[0]] = self._num_turns
+        if not self._queues[flow]:
+            del self._queues[flow], self._turns[flow]
         self._admitted.append(([weakref.ref(request) for request in pending.requests], num_bytes))
         self._held += num_bytes
         return pending
@@ -51,7 +59,16 @@ class AdmissionQueue:
     def forget(self, requests: Sequence[Request]) -> None:
         """Drop prompts of which all requests are gone."""
         gone = set(requests)
-        self._queue = deque(pending for pending in self._queue if not gone.issuperset(pending.requests))
+        for flow, queue in list(self._queues.items()):
+            self._queues[flow] = deque(pending for pending in queue if not gone.issuperset(pending.requests))
+            if not self._queues[flow]:
+                del self._queues[flow]
+                self._turns.pop(flow, None)
+
+
+def _flow(pending: PendingBlend) -> tuple[str, str]:
+    first = next(iter(pending.requests), None)
+    return ("", "") if first is None else (first.tenant, first.call)
 
 
 def _runs(request: Request | None) -> bool:

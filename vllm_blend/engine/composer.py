@@ -187,9 +187,10 @@ class ChunkComposer:
     def start(self, pending: PendingBlend) -> list[Request]:
         """Take what is in memory, and see to the rest. Return encodings to run: when these are done, nothing is
         missing of the blend."""
+        owner = next((request.tenant for request in pending.requests), "")
         for piece, seconds in zip(pending.chunks, pending.parsed.retention, strict=False):
             if seconds:
-                self.store.retain(piece.id.key, RETENTION_LEVEL, seconds)
+                self.store.retain(piece.id.key, RETENTION_LEVEL, seconds, owner)
         for piece in pending.pieces:
             kv = self.stored.find_in_memory(piece.id)
             pending.take(piece, kv, memory_of(kv))
@@ -300,7 +301,14 @@ class ChunkComposer:
                 plan = self.planner.plan_after(segments, [*before, *piece.id.token_ids])
         ids = [*before, *piece.id.token_ids]
         metrics = RequestMetrics(arrival_time=time.time())
-        return Request(piece.id.key, ids, None, metrics, salt=pending.parsed.salt, blend=plan, collect_from=len(before))
+        request = Request(
+            piece.id.key, ids, None, metrics, salt=pending.parsed.salt, blend=plan, collect_from=len(before)
+        )
+        asking = next(iter(pending.requests), None)
+        # What no request waits for was asked for by /v1/chunks: tenants have salts of their own.
+        request.tenant = pending.parsed.salt.hex() if asking is None else asking.tenant
+        request.call = "" if asking is None else asking.call
+        return request
 
     def _finish(self, pending: PendingBlend) -> None:
         if not pending.requests:

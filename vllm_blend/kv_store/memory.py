@@ -34,6 +34,9 @@ class _StoredChunk:
         return self.chunk.num_tokens**2 / self.num_bytes
 
 
+OWNER_QUOTA, QUOTA = 0.5, 0.75
+
+
 class MemoryChunkStore:
     """Chunks of the least priority leave first when the budget is reached. A chunk larger than the budget is not kept,
     nor is one for which only pinned chunks would have to leave.
@@ -41,17 +44,24 @@ class MemoryChunkStore:
     A priority is uses x recompute cost / bytes, plus a clock (GreedyDual-Size-Frequency; Cherkasova, HP Labs 1998): the
     priority of the last chunk that left, added when a chunk arrives or is used. Without it, what was once popular would
     never leave. Of equal chunks, the least recently used one leaves. Chunks that are retained leave after all others,
-    those of the lowest level first, for as long as was asked for.
+    those of the lowest level first, for as long as was asked for. Those beyond the quota of their owner, or of all
+    owners together, are as any other: what one owner retains does not end reuse for others.
 
     Chunks are kept on `device`, or where they are (None). The tensors are never written to: code that places a chunk
     copies it into pages of its own.
     """
 
     def __init__(
-        self, budget_bytes: int, device: torch.device | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        budget_bytes: int,
+        device: torch.device | None = None,
+        now: Callable[[], float] = time.monotonic,
+        quotas: tuple[float, float] = (OWNER_QUOTA, QUOTA),
     ) -> None:
+        """`quotas`: parts of the budget that retained chunks of one owner, and of all, may take as such."""
         positive("budget_bytes", budget_bytes)
         self.budget_bytes, self.device = budget_bytes, device
+        self._owner_quota, self._quota = (part * budget_bytes for part in quotas)
         self.num_bytes = 0
         self.num_hits = 0
         self.num_misses = 0
@@ -64,7 +74,9 @@ class MemoryChunkStore:
         # A heap of level, priority, last_use and key; also outdated entries.
         self._by_priority: list[tuple[int, float, int, str]] = []
         self._now = now
-        self._retained: dict[str, tuple[int, float]] = {}  # key -> level, and until when
+        self._retained: dict[str, tuple[int, float, str]] = {}  # key -> level, until when, and for whom
+        self._counted: dict[str, int] = {}  # the bytes of those that are there and within the quotas
+        self._counted_bytes: Counter[str] = Counter()  # the sums by owner
         self._expiries: list[tuple[float, str]] = []  # a heap: until, key; also outdated entries
 
     def __len__(self) -> int:
@@ -115,6 +127,7 @@ class MemoryChunkStore:
         stored = self._chunks.pop(key, None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes
+            self._uncount(key)
 
     def pin(self, key: str) -> None:
         """Do not evict what is stored under `key`, now or later, until it is unpinned as often."""
@@ -125,16 +138,18 @@ class MemoryChunkStore:
         if self._pins[key] <= 0:
             del self._pins[key]
 
-    def retain(self, key: str, level: int, seconds: float) -> None:
-        """Have what is stored under `key`, now or later, leave after all chunks of a lower level for so many seconds.
-        A level of 0 is that of chunks that are not retained."""
+    def retain(self, key: str, level: int, seconds: float, owner: str = "") -> None:
+        """Have what is stored under `key`, now or later, leave after all chunks of a lower level for so many seconds,
+        as far as the quota of `owner` goes. A level of 0 is that of chunks that are not retained."""
+        self._uncount(key)
         self._retained.pop(key, None)
         if level > 0 and seconds > 0:
             until = self._now() + seconds
-            self._retained[key] = level, until
+            self._retained[key] = level, until, owner
+            self._count(key)
             heapq.heappush(self._expiries, (until, key))
             if len(self._expiries) > 4 * len(self._retained) + 64:
-                self._expiries = [(until, key) for key, (_, until) in self._retained.items()]
+                self._expiries = [(until, key) for key, (_, until, _) in self._retained.items()]
                 heapq.heapify(self._expiries)
         self._queue(key)
 
@@ -152,6 +167,8 @@ class MemoryChunkStore:
         self._chunks.clear()
         self._by_priority.clear()
         self._retained.clear()
+        self._counted.clear()
+        self._counted_bytes.clear()
         self._expiries.clear()
         self.num_bytes = 0
 
@@ -159,6 +176,7 @@ class MemoryChunkStore:
         stored = self._chunks[key] = _StoredChunk(chunk, self._bytes_taken(chunk))
         self.num_bytes += stored.num_bytes
         self.bytes_written += chunk.nbytes
+        self._count(key)
         self._use(key, stored)
 
     def _use(self, key: str, stored: _StoredChunk) -> None:
@@ -178,7 +196,26 @@ class MemoryChunkStore:
             heapq.heapify(self._by_priority)
 
     def _level(self, key: str) -> int:
-        return self._retained.get(key, (0, 0.0))[0]
+        return self._retained[key][0] if key in self._counted else 0
+
+    def _count(self, key: str) -> None:
+        """Count a chunk that is there and retained, if the quotas allow that."""
+        num_bytes = self.bytes_of(key)
+        if key not in self._retained or not num_bytes:
+            return
+        owner = self._retained[key][2]
+        fits_owner = self._counted_bytes[owner] + num_bytes <= self._owner_quota
+        if fits_owner and self._counted_bytes.total() + num_bytes <= self._quota:
+            self._counted[key] = num_bytes
+            self._counted_bytes[owner] += num_bytes
+
+    def _uncount(self, key: str) -> None:
+        num_bytes = self._counted.pop(key, 0)
+        if num_bytes:
+            owner = self._retained[key][2]
+            self._counted_bytes[owner] -= num_bytes
+            if not self._counted_bytes[owner]:
+                del self._counted_bytes[owner]
 
     def _is_current(self, level: int, priority: float, last_use: int, key: str) -> bool:
         return key in self._chunks and self._chunks[key].last_use == last_use and self._level(key) == level
@@ -187,7 +224,8 @@ class MemoryChunkStore:
         """Let go of what need not be retained any longer."""
         while self._expiries and self._expiries[0][0] <= self._now():
             until, key = heapq.heappop(self._expiries)
-            if self._retained.get(key, (0, 0.0))[1] == until:
+            if self._retained.get(key, (0, 0.0, ""))[1] == until:
+                self._uncount(key)
                 del self._retained[key]
                 self._queue(key)
 

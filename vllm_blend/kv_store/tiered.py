@@ -49,6 +49,12 @@ class Tier:
             self.storage.put_many(new)
 
 
+# Why a storage has not stored a chunk that it was given, by what `StoreStats.refused` calls it: an error of its medium
+# (a full disk, a server that does not answer), or a chunk that it does not take. Others are no loss.
+WRITE_FAILURES = ("failed", "writes_off", "no_room", "rejected", "unavailable")
+WRITE_REFUSALS = ("too_large", "not_quantizable")
+
+
 class TieredChunkStore:
     """Safe to use from several threads. `get_now` and `put` never wait for a tier below the memory; the others do.
 
@@ -135,10 +141,11 @@ class TieredChunkStore:
             tier.writer.put(key, chunk)
         return chunk
 
-    def retain(self, key: str, level: int, seconds: float) -> None:
-        """Have a chunk leave the memory after those of lower levels, for so many seconds; no other tier changes."""
+    def retain(self, key: str, level: int, seconds: float, owner: str = "") -> None:
+        """Have a chunk leave the memory after those of lower levels, for so many seconds, within the quota of
+        `owner`; no other tier changes."""
         with self._lock:
-            self.memory.retain(key, level, seconds)
+            self.memory.retain(key, level, seconds, owner)
 
     def pin(self, key: str) -> None:
         """Keep a chunk in memory once it is there."""
@@ -200,7 +207,9 @@ class TieredChunkStore:
             yield f"{tier.name}_bytes_read", stats.bytes_read
             yield f"{tier.name}_bytes_written", stats.bytes_written
             yield f"{tier.name}_load_seconds", tier.load_seconds
-            yield f"{tier.name}_writes_dropped", tier.writer.num_dropped + tier.writer.num_failed
+            failed = sum(stats.refused[reason] for reason in WRITE_FAILURES)
+            yield f"{tier.name}_writes_dropped", tier.writer.num_dropped + tier.writer.num_failed + failed
+            yield f"{tier.name}_writes_refused", sum(stats.refused[reason] for reason in WRITE_REFUSALS)
             usage = tier.storage.usage()
             if usage is not None:
                 yield f"{tier.name}_bytes", usage[0]

@@ -17,6 +17,7 @@ from tests.entrypoints.openai.servers import TestServer, serving
 from tests.waiting import DEADLINE, wait_until
 from vllm_blend.entrypoints.openai.generation import Generation
 from vllm_blend.entrypoints.openai.options import ServerOptions
+from vllm_blend.entrypoints.openai.tenancy import ANYONE
 
 pytestmark = pytest.mark.cpu_only
 
@@ -57,7 +58,7 @@ def test_the_deadline(
 
 def test_the_time_before_a_request_is_tokenized_counts() -> None:
     server = SimpleNamespace(options=ServerOptions(request_timeout=5.0), engine=None, metrics=None, tracing=None)
-    state = SimpleNamespace(arrival_time=100.0)
+    state = SimpleNamespace(arrival_time=100.0, tenant=ANYONE)
     request: Any = SimpleNamespace(
         app=SimpleNamespace(state=SimpleNamespace(server=server)), state=state, scope={"state": {}}
     )

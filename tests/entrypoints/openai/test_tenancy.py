@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -13,8 +15,9 @@ from fastapi import FastAPI
 from tests.entrypoints.openai.servers import fake_engine
 from vllm_blend.entrypoints.openai.app import create_app
 from vllm_blend.entrypoints.openai.errors import APIError
+from vllm_blend.entrypoints.openai.generation import TokenCounter
 from vllm_blend.entrypoints.openai.options import ServerOptions
-from vllm_blend.entrypoints.openai.tenancy import ANYONE, Tenants, read_keys
+from vllm_blend.entrypoints.openai.tenancy import ANYONE, Limits, Tenant, Tenants, Usage, read_keys
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -47,14 +50,26 @@ def test_wrong_keys(headers: dict[str, str]) -> None:
 
 def test_files_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("# tenants\nalice key-1\n\n  alice key-2\nkey-3\n")
-    assert read_keys(path) == [("alice", "key-1"), ("alice", "key-2"), (None, "key-3")]
-    for text, message in (("alice key 1\n", "line 1 of .* has 3 words"), ("# none\n", "has no key")):
+    path.write_text("# tenants\nalice key-1 requests=8\n\n  alice key-2 tokens-per-minute=500\nkey-3==  requests=2\n")
+    both = [Limits(requests=8), Limits(tokens_per_minute=500), Limits(requests=2)]
+    assert read_keys(path) == list(zip(("alice", "alice", None), ("key-1", "key-2", "key-3=="), both, strict=True))
+    alice = Tenants.from_options(None, str(path)).authenticate(bearer("key-1"))
+    assert alice.limits == Limits(requests=8, tokens_per_minute=500)
+    for text, message in (
+        ("alice key 1\n", "line 1 of .* has 3 words"),
+        ("# none\n", "has no key"),
+        ("alice key request=8\n", "line 1 of .* has the limit 'request=8': write requests=N"),
+        ("key requests=0\n", "has the limit 'requests=0'"),
+        ("key requests=1 requests=2\n", "line 1 has the limit requests twice"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_keys(path)
     with pytest.raises(ValueError, match="cannot be read"):
         read_keys(tmp_path / "missing")
+    path.write_text("alice key-1 requests=1\nalice key-2 requests=2\n")
+    with pytest.raises(ValueError, match="alice has the limit requests twice"):
+        Tenants.from_options(None, str(path))
     path.write_text("alice key-1\nbob key-1\n")
     with pytest.raises(ValueError, match="given twice") as caught:
         Tenants.from_options(None, str(path))
@@ -124,3 +139,64 @@ def test_ready_means_that_a_request_would_be_taken() -> None:
     codes = [ready.json()["error"]["code"] for _, ready in answers]
     assert codes == ["queue_full", "engine_unavailable", "shutting_down"]
     assert answers[0][1].headers["retry-after"] == "2"
+
+
+def test_limits_of_a_tenant() -> None:
+    """Requests at a time, and a bucket of tokens that fills by the minute and may be owed some."""
+    now = [0.0]
+    usage, limits = Usage(clock=lambda: now[0]), Limits(requests=2, tokens_per_minute=600)
+    usage.enter(limits)
+    usage.enter(limits)
+    with pytest.raises(APIError, match="2 of your requests run or wait") as caught:
+        usage.enter(limits)
+    assert caught.value.status_code == 429 and caught.value.headers == {"Retry-After": "1"}
+    usage.leave()
+    usage.count(limits, 650)
+    with pytest.raises(APIError, match="the 600 tokens that you may in a minute: try again in 6 seconds"):
+        usage.enter(limits)
+    now[0] = 5.1
+    usage.enter(limits)
+    usage.leave()
+    now[0] = 1000.0  # it holds the tokens of one minute, not more
+    usage.count(limits, 600)
+    with pytest.raises(APIError, match="try again in 1 second"):
+        usage.enter(limits)
+    assert usage.num_requests == 1
+    Usage().enter(Limits())
+
+
+def test_limits_over_http(tmp_path: Path) -> None:
+    """They are a tenant's, whatever key it uses; what needs no engine is not limited, and an error takes no place."""
+    path = tmp_path / "keys"
+    path.write_text("alice a1 requests=1\nalice a2\nbob b\n")
+    tenants = Tenants.from_options(None, str(path))
+    app = create_app(fake_engine(), ServerOptions(api_keys=str(path)), tenants=tenants)
+
+    async def post(key: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post("/v1/completions", headers=bearer(key), json={"prompt": 5.5})
+
+    def statuses(*keys: str) -> list[int]:
+        return [asyncio.run(post(key)).status_code for key in keys]
+
+    assert statuses("a1", "a1", "a2", "b") == [400] * 4
+    usage = tenants.authenticate(bearer("a1")).usage
+    usage.enter(Limits())
+    assert statuses("a1", "a2", "b") == [429, 429, 400]
+    assert ask(app, "/v1/models", bearer("a1")).status_code == 200
+    answer = asyncio.run(post("a2"))
+    assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "too_many_requests"
+    again = Tenants.from_options(None, str(path), tenants)  # what runs still counts when keys are read again
+    assert again.authenticate(bearer("a2")).usage is usage
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_tokens_are_counted_as_they_come(is_delta: bool) -> None:
+    now = [0.0]
+    tenant = Tenant("a", None, Limits(tokens_per_minute=100), Usage(clock=lambda: now[0]))
+    counter = TokenCounter(tenant, 60, is_delta)
+    for tokens in ([1] * 10, [1] * 25, [1] * 5) if is_delta else ([1] * 10, [1] * 35, [1] * 40):
+        tenant.usage.enter(tenant.limits)
+        counter.on_output(cast(Any, SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])))
+    with pytest.raises(APIError, match="the 100 tokens"):
+        tenant.usage.enter(tenant.limits)

@@ -44,10 +44,11 @@ def remove_chunks(engine: LLMEngine, keys: list[str]) -> None:
         engine.chunk_store.remove(key)
 
 
-def retain_chunks(engine: LLMEngine, keys: list[str], level: int, seconds: float) -> None:
-    """Have chunks leave the memory of the chunk store after all of a lower level, for so many seconds."""
+def retain_chunks(engine: LLMEngine, keys: list[str], level: int, seconds: float, owner: str) -> None:
+    """Have chunks leave the memory of the chunk store after all of a lower level, for so many seconds, within the quota
+    of their owner."""
     for key in keys:
-        engine.chunk_store.retain(key, level, seconds)
+        engine.chunk_store.retain(key, level, seconds, owner)
 
 
 def flush(engine: LLMEngine) -> Future[bool]:

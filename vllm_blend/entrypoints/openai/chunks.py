@@ -60,7 +60,7 @@ async def store_chunk(body: ChunkRequest, request: Request, x_cache_salt: Salt =
             "text",
         )
     keys = await _encode(server, parsed)
-    await server.engine.call("retain_chunks", keys, priority, seconds)
+    await server.engine.call("retain_chunks", keys, priority, seconds, tenant_of(request).name)
     now = server.stored.now()
     passage = StoredPassage(
         passage_id(salt, body.text, body.token_ids, body.title, body.prefix, body.messages),
@@ -109,7 +109,7 @@ async def update_chunk(chunk_id: str, body: ChunkUpdate, request: Request, x_cac
     if body.metadata is not None:
         passage.metadata = dict(body.metadata)
     left = passage.expires - server.stored.now()
-    await server.engine.call("retain_chunks", list(passage.keys), passage.priority, left)
+    await server.engine.call("retain_chunks", list(passage.keys), passage.priority, left, tenant_of(request).name)
     return _answer(_shown(passage))
 
 
@@ -118,7 +118,7 @@ async def delete_chunk(chunk_id: str, request: Request, x_cache_salt: Salt = Non
     """Forget a passage, and remove its KV from every tier. Requests that run keep what they have."""
     server, passage = server_of(request), _find(request, chunk_id, x_cache_salt)
     server.stored.delete(passage.id, passage.salt)
-    await server.engine.call("retain_chunks", list(passage.keys), 0, 0.0)
+    await server.engine.call("retain_chunks", list(passage.keys), 0, 0.0, "")
     await server.engine.call("remove_chunks", list(passage.keys))
     return _answer(ChunkDeleted(id=passage.id, object="chunk", deleted=True))
 

@@ -17,11 +17,12 @@ from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.entrypoints.openai.errors import APIError, bad_request
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
 from vllm_blend.entrypoints.openai.server import note, server_of, tenant_of
+from vllm_blend.entrypoints.openai.tenancy import ANYONE, Tenant
 from vllm_blend.entrypoints.openai.tracing import RequestSpan, trace_headers
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.layers.sampler import NO_TOKEN_LEFT
 from vllm_blend.outputs import RequestOutput
-from vllm_blend.sampling_params import SamplingParams
+from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
 _Item = tuple[int, RequestOutput | BaseException | None]
@@ -42,7 +43,7 @@ class Generation:
     jobs: Sequence[tuple[ParsedPrompt, SamplingParams]]
     priority: int = 0
     deadline: float | None = None
-    tenant: str = ""
+    tenant: Tenant = ANYONE
     arrival_time: float = field(default_factory=time.time)
     new_span: Callable[[SamplingParams], RequestSpan] | None = None  # where requests are traced
 
@@ -65,7 +66,7 @@ class Generation:
                 server.tracing.request, request_id, server.model_name, arrival_time, trace_headers(request.headers)
             )
         observed = (server.engine, server.metrics, request_id, jobs, priority or 0, deadline)
-        return cls(*observed, tenant_of(request).name, arrival_time, new_span)
+        return cls(*observed, tenant_of(request), arrival_time, new_span)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (number of the prompt, output) as outputs come. Closing the generator aborts what still runs.
@@ -111,6 +112,9 @@ class Generation:
         try:
             with ExitStack() as stack:
                 observers = [stack.enter_context(self.metrics.request(prompt, params, self.arrival_time)).on_output]
+                if self.tenant.limits.tokens_per_minute is not None:
+                    is_delta = params.output_kind is RequestOutputKind.DELTA
+                    observers.append(TokenCounter(self.tenant, len(prompt.token_ids), is_delta).on_output)
                 if self.new_span is not None:
                     observers.append(stack.enter_context(self.new_span(params)).on_output)
                 outputs = self.engine.generate(
@@ -121,7 +125,7 @@ class Generation:
                     priority=self.priority,
                     arrival_time=self.arrival_time,
                     deadline=self.deadline,
-                    tenant=self.tenant,
+                    tenant=self.tenant.name,
                     call=self.request_id,
                 )
                 async with aclosing(outputs):
@@ -143,6 +147,19 @@ class Generation:
             if self.deadline is not None and time.time() >= self.deadline - 0.5:
                 raise APIError(504, "the request took longer than --request-timeout allows", code="timeout")
             raise APIError(503, "the request was aborted: try again", code="aborted")
+
+
+class TokenCounter:
+    """Counts the tokens of a prompt and of its answer as a tenant's, as they come."""
+
+    def __init__(self, tenant: Tenant, num_prompt_tokens: int, is_delta: bool) -> None:
+        self._tenant, self._is_delta, self._num_counted = tenant, is_delta, 0
+        tenant.usage.count(tenant.limits, num_prompt_tokens)
+
+    def on_output(self, output: RequestOutput) -> None:
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        self._tenant.usage.count(self._tenant.limits, num_tokens - self._num_counted)
+        self._num_counted = 0 if self._is_delta else num_tokens
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_blend.entrypoints.openai.errors import APIError, error_response
 from vllm_blend.entrypoints.openai.protocol.common import UNKNOWN_FIELDS
-from vllm_blend.entrypoints.openai.tenancy import ANYONE, Tenants
+from vllm_blend.entrypoints.openai.tenancy import ANYONE, Tenants, Usage
 from vllm_blend.log_lines import REQUEST_ID, log_request
 
 # As in vLLM, these need no key, and nor does the status page. None tells what a tenant has sent.
@@ -77,14 +77,20 @@ class RequestContext:
                 _log(scope, state, status, num_bytes, time.perf_counter() - begun)
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        entered: Usage | None = None
         try:
             if scope["state"]["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-                scope["state"]["tenant"] = self.tenants.authenticate(headers)
+                scope["state"]["tenant"] = tenant = self.tenants.authenticate(headers)
+                if scope["method"] == "POST":  # all that costs the engine anything
+                    tenant.usage.enter(tenant.limits)
+                    entered = tenant.usage
             limited = await self._limit(headers, self._in_time(receive))
+            await self._call(scope, limited, send)
         except APIError as error:
             await error_response(error, scope["state"]["path"])(scope, receive, send)
-            return
-        await self._call(scope, limited, send)
+        finally:
+            if entered is not None:
+                entered.leave()
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False

@@ -18,6 +18,7 @@ _TIER_METRICS: dict[str, tuple[str, dict[str, str]]] = {
     "misses": ("misses", {}),
     "faults": ("errors", {"operation": "read"}),
     "writes_dropped": ("errors", {"operation": "write"}),
+    "writes_refused": ("refused", {}),
     "bytes_read": ("read_bytes", {}),
     "bytes_written": ("written_bytes", {}),
     "load_seconds": ("load_seconds", {}),

@@ -60,6 +60,9 @@ ENGINE_METRICS = {
         "Chunks that a tier was asked for and did not have, or could not give.", "tier"
     ),
     "vllm_blend:chunk_store_errors": _total("Chunks that a tier failed to read or to write.", "tier", "operation"),
+    "vllm_blend:chunk_store_refused": _total(
+        "Chunks that a tier does not take: too large for it, or with values that its format cannot hold.", "tier"
+    ),
     "vllm_blend:chunk_store_read_bytes": _total("Bytes that were read from a tier.", "tier"),
     "vllm_blend:chunk_store_written_bytes": _total("Bytes that were written to a tier.", "tier"),
     "vllm_blend:chunk_store_load_seconds": _total(
