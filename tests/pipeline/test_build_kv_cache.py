@@ -42,7 +42,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = Stages.over(tmp_path, demo_samples(1))
-    monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     with pytest.raises(ValueError, match=r"tokens in float32 takes 0.0\d GiB, and .* has room for 0.00: name another"):
         stages.build()
     assert not list(stages.chunks.glob("*/metadata.json"))
