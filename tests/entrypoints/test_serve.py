@@ -170,6 +170,9 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
                     assert answer.headers["x-request-id"] == "mine"
                     lines = answer.iter_lines()
                     next(lines)
+                    process.send_signal(signal.SIGHUP)  # the pipe gives no keys a second time: they stay
+                    wait_until(lambda: "the keys and the certificate stay as they are" in log.read_text())
+                    assert client.get("/v1/models").status_code == 200
                     process.send_signal(signal.SIGTERM)
                     text = "\n".join(lines)
                 assert '"finish_reason":"length"' in text and text.rstrip().endswith("[DONE]")

@@ -30,7 +30,7 @@ UNSUPPORTED_SERVER_FLAGS: dict[str, str] = {
     "ssl_ca_certs": f"the server asks clients for no certificate: {_PROXY}",
     "ssl_cert_reqs": f"the server asks clients for no certificate: {_PROXY}",
     "ssl_ciphers": f"the ciphers are those of Python's ssl module: {_PROXY}",
-    "enable_ssl_refresh": f"certificates are read at start: start the server again, or {_PROXY}",
+    "enable_ssl_refresh": "certificates are read again on SIGHUP: send it when they have changed",
     "enable_prompt_tokens_details": "usage always has prompt_tokens_details: leave it out",
     "enable_force_include_usage": "clients ask for it with stream_options={'include_usage': true}",
     "enable_request_id_headers": "answers always have an X-Request-Id: leave it out",

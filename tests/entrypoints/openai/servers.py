@@ -118,9 +118,9 @@ def fake_engine(is_full: bool = False, is_down: bool = False) -> Any:
 
 
 @contextmanager
-def serving(engine: AsyncLLM, **settings: Any) -> Iterator[str]:
+def serving(engine: AsyncLLM, running: list[DrainingServer] | None = None, **settings: Any) -> Iterator[str]:
     """Serve an engine, which other servers may use as well, as `vllm-blend serve` does with these options; the URL or
-    the socket's path."""
+    the socket's path. The server is added to `running`."""
     fixed: dict[str, Any] = {"port": 0, "served_model_name": [NAME], "chat_template": TEMPLATE}
     options = ServerOptions(**fixed | settings)
     app, started = create_app(engine, options), Future[DrainingServer]()
@@ -136,6 +136,8 @@ def serving(engine: AsyncLLM, **settings: Any) -> Iterator[str]:
         server = started.result(DEADLINE)
         try:
             wait_until(lambda: server.started)
+            if running is not None:
+                running.append(server)
             yield address(listener, options)
         finally:
             server.should_exit = True

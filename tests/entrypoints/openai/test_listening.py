@@ -22,7 +22,14 @@ from vllm_blend import EngineArgs
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine.timeouts import Timeouts
 from vllm_blend.entrypoints.openai.options import ServerOptions
-from vllm_blend.entrypoints.openai.run import DrainingServer, bind, check_certificate, listening, run_server
+from vllm_blend.entrypoints.openai.run import (
+    DrainingServer,
+    bind,
+    check_certificate,
+    listening,
+    reload_files,
+    run_server,
+)
 from vllm_blend.entrypoints.serve import parse
 from vllm_blend.log_lines import REQUEST_ID
 
@@ -35,7 +42,10 @@ PAGE = {"Origin": "https://app.example"}
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The files of a certificate for 127.0.0.1 and of its key."""
-    folder = tmp_path_factory.mktemp("tls")
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def make_certificate(folder: Path) -> tuple[str, str]:
     files = str(folder / "cert.pem"), str(folder / "key.pem")
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
@@ -54,6 +64,51 @@ def test_tls(server: TestServer, certificate: tuple[str, str]) -> None:
             httpx.get(f"{url}/health", timeout=DEADLINE)
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{url.replace('https', 'http')}/health", timeout=DEADLINE)
+
+
+def test_files_are_read_again_while_a_stream_goes_on(
+    server: TestServer, certificate: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """New connections see the new certificate, and new requests the new keys. With a wrong file all stays."""
+    cert, key, keys = (tmp_path / name for name in ("cert.pem", "key.pem", "keys"))
+    for path, source in ((cert, certificate[0]), (key, certificate[1])):
+        path.write_bytes(Path(source).read_bytes())
+    keys.write_text("alice old\n")
+    settings: dict[str, Any] = {"ssl_certfile": str(cert), "ssl_keyfile": str(key), "api_keys": str(keys)}
+    options = ServerOptions(port=0, **settings)
+
+    def status(url: str, api_key: str) -> int:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        return httpx.get(f"{url}/v1/models", headers=headers, verify=False, timeout=DEADLINE).status_code
+
+    def shown(url: str) -> str:
+        return ssl.get_server_certificate(("127.0.0.1", int(url.rpartition(":")[2])), timeout=DEADLINE)
+
+    running: list[DrainingServer] = []
+    with serving(server.engine, running=running, **settings) as url:
+        [uvicorn_server] = running
+        app: Any = uvicorn_server.config.app
+        body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/completions",
+            json=body,
+            headers={"Authorization": "Bearer old"},
+            verify=False,
+            timeout=DEADLINE,
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            before = shown(url)
+            make_certificate(tmp_path)
+            keys.write_text("alice old new words\n")
+            reload_files(app, uvicorn_server.config, options)
+            assert "stay as they are: api_keys: line 1" in caplog.text and status(url, "old") == 200
+            assert shown(url) == before
+            keys.write_text("alice new\n")
+            reload_files(app, uvicorn_server.config, options)
+            assert (status(url, "old"), status(url, "new")) == (401, 200) and shown(url) != before
+            assert "[DONE]" in "".join(lines)
 
 
 def test_packets_are_sent_at_once() -> None:

@@ -186,8 +186,24 @@ def test_limits_over_http(tmp_path: Path) -> None:
     assert ask(app, "/v1/models", bearer("a1")).status_code == 200
     answer = asyncio.run(post("a2"))
     assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "too_many_requests"
-    again = Tenants.from_options(None, str(path), tenants)  # what runs still counts when keys are read again
-    assert again.authenticate(bearer("a2")).usage is usage
+
+
+def test_keys_that_are_read_again(tmp_path: Path) -> None:
+    """A tenant keeps its passages, and what it has asked for, when its keys change. A key without a name is itself,
+    whatever its number is."""
+    path = tmp_path / "keys"
+    path.write_text("alice a1 requests=1\nx\ny\n")
+    tenants = Tenants.from_options(None, str(path))
+    alice, y = (tenants.authenticate(bearer(key)) for key in ("a1", "y"))
+    path.write_text("alice a3 requests=2\ny\n")
+    tenants.replace(Tenants.from_options(None, str(path), tenants))
+    for key in ("a1", "x"):
+        with pytest.raises(APIError, match="not one of this server's"):
+            tenants.authenticate(bearer(key))
+    new = tenants.authenticate(bearer("a3"))
+    assert (new.salt, new.limits.requests) == (alice.salt, 2) and new.usage is alice.usage
+    renumbered = tenants.authenticate(bearer("y"))
+    assert renumbered.salt == y.salt and renumbered.usage is y.usage and renumbered.name != y.name
 
 
 @pytest.mark.parametrize("is_delta", [False, True])

@@ -271,6 +271,7 @@ def _serve(
         gc.collect()
         gc.freeze()  # what is loaded stays: no collection between two steps needs to look at it
         loop = EngineLoop(engine, receiver, sender)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the server's process reads its files again then
         signal.signal(signal.SIGTERM, lambda *_: setattr(loop, "stopping", True))
         dtype = str(engine.model_config.dtype).removeprefix("torch.")
         loop.send(Ready(engine.max_model_len, dtype, engine.default_sampling_settings))

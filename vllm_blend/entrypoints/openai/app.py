@@ -61,13 +61,14 @@ def create_app(
         strict_content_type=False,
     )
     app.state.server = Server(engine, options, tracing)
+    app.state.tenants = Tenants.from_options(options.api_key, options.api_keys) if tenants is None else tenants
     for module in _ROUTERS:
         app.include_router(module.router)
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnected, _answer_disconnected)
     app.add_middleware(
         RequestContext,
-        tenants=Tenants.from_options(options.api_key, options.api_keys) if tenants is None else tenants,
+        tenants=app.state.tenants,
         max_body_size=options.max_body_size,
         logs_access=not options.disable_access_log,
         root_path=options.root_path,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import resource
+import signal
 import socket
 import ssl
 import stat
@@ -206,10 +208,45 @@ class DrainingServer(uvicorn.Server):
 
 async def serve(app: FastAPI, listener: socket.socket, options: ServerOptions) -> None:
     """Serve an application on a socket until a signal ends it."""
+    server = new_server(app, options)
+    had_terminal = os.isatty(0)
+
+    def on_hangup() -> None:
+        if had_terminal and _terminal_is_gone():
+            server.handle_exit(signal.SIGHUP, None)
+        else:
+            reload_files(app, server.config, options)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hangup)
     try:
-        await new_server(app, options).serve(sockets=[listener])
+        await server.serve(sockets=[listener])
     finally:
         app.state.server.close()
+
+
+def reload_files(app: FastAPI, config: uvicorn.Config, options: ServerOptions) -> None:
+    """Read the keys and the certificate again. Requests and connections that are there go on with what they have; if a
+    file is wrong, all stays as it is, and the log says why."""
+    tenants: Tenants = app.state.tenants
+    try:
+        others = Tenants.from_options(options.api_key, options.api_keys, tenants)
+        check_certificate(options)
+        if options.ssl_certfile is not None and config.ssl is not None:
+            config.ssl.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except (OSError, ValueError) as error:
+        logger.error("the keys and the certificate stay as they are: %s", error)
+        return
+    tenants.replace(others)
+    logger.info("the keys and the certificate have been read again")
+
+
+def _terminal_is_gone() -> bool:
+    """Return whether the terminal that the server was started in has been closed."""
+    try:
+        os.tcgetpgrp(0)
+    except OSError:
+        return True
+    return False
 
 
 def new_server(app: FastAPI, options: ServerOptions) -> DrainingServer:

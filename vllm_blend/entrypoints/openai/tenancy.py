@@ -107,14 +107,16 @@ class Tenants:
         self, keys: Sequence[tuple[str | None, str]] = (), limits: Sequence[Limits] = (), before: Tenants | None = None
     ) -> None:
         """Take (tenant's name or None, key) pairs; a key without a name is a tenant of its own. `limits` has those of
-        each key if there are any, of which a tenant has all. What tenants of the same name have asked for `before`
-        still counts.
+        each key if there are any, of which a tenant has all. Tenants that were there `before` keep their salts, and
+        what they have asked for still counts.
 
         Raises ValueError for a name that a tenant without one has, as the two would be one, and for limits of one
         tenant that differ.
         """
-        salts: dict[str, str] = {}
-        usages = {} if before is None else {tenant.name: tenant.usage for _, tenant in before._tenants}
+        known = [] if before is None else [tenant for _, tenant in before._tenants]
+        # Names of keys without one are their numbers, which change when another line goes.
+        salts = {each.name: each.salt for each in known if each.salt and not _NUMBERED.fullmatch(each.name)}
+        usages = {each.salt: each.usage for each in known}
         self._tenants: list[tuple[bytes, Tenant]] = []
         given: dict[str, Limits] = {}
         for number, ((name, _), own) in enumerate(zip(keys, limits, strict=False), start=1):
@@ -125,7 +127,7 @@ class Tenants:
                 raise ValueError(f"api_keys: the tenant's name {name!r} is that of a key without a name: use another")
             name = f"key-{number}" if name is None else name
             salt = salts.setdefault(name, hmac.new(key.encode(), _PURPOSE, hashlib.sha256).hexdigest())
-            usage = usages.setdefault(name, Usage())
+            usage = usages.setdefault(salt, Usage())
             self._tenants.append((_digest(key), Tenant(name, salt, given.get(name, Limits()), usage)))
 
     @classmethod
@@ -143,6 +145,10 @@ class Tenants:
         if len({key for _, key in pairs}) != len(pairs):
             raise ValueError("an API key is given twice: every key belongs to one tenant, remove one of them")
         return cls(pairs, limits, before)
+
+    def replace(self, others: Tenants) -> None:
+        """Take the keys of others in place of those before: requests that run keep what they have."""
+        self._tenants = others._tenants
 
     def authenticate(self, headers: Mapping[str, str]) -> Tenant:
         """Return the tenant whose key a request brings, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
