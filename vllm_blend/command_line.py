@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from vllm_blend.options import Option, OptionGroup
 
 BAD_INPUT = 2  # argparse's exit status, too
+_UNITS = {unit: 1000 ** (power + 1) for power, unit in enumerate("kmgt")}
+_UNITS |= {unit: 1024 ** (power + 1) for power, unit in enumerate("KMGT")}
 _METAVARS = {int: "N", float: "X"}  # what the help shows for a value of a type; TEXT for any other
 
 
@@ -32,14 +35,16 @@ def add_flags(
     groups: Iterable[type[OptionGroup]],
     positional: str | None = None,
     defaults: Mapping[str, Any] | None = None,
+    short_names: Mapping[str, str] | None = None,
 ) -> None:
     """Add a flag for every option, under the heading of its group: `--x` and `--no-x` for booleans, several values for
     lists. The option `positional` may be given without its flag, too, and is not required. `defaults` are those of the
     program where they differ from the options' own; the help shows them, and the program has to apply them.
+    `short_names` are further flags, by the options' names.
 
     A flag that is not given leaves the namespace without that name, so that the option's default holds.
     """
-    groups, defaults = list(groups), defaults or {}
+    groups, defaults, short_names = list(groups), defaults or {}, short_names or {}
     if positional is not None:
         [shown] = [option.help for group in groups for option in group.options() if option.name == positional]
         parser.add_argument(positional, nargs="?", default=argparse.SUPPRESS, metavar=positional.upper(), help=shown)
@@ -48,6 +53,7 @@ def add_flags(
         for option in group.options():
             text = _describe(option, defaults.get(option.name, option.default))
             section.add_argument(
+                *([short_names[option.name]] if option.name in short_names else []),
                 "--" + option.name.replace("_", "-"),
                 dest=option.name,
                 required=option.is_required and option.name != positional,
@@ -87,9 +93,16 @@ def _parsing(option: Option) -> dict[str, Any]:
 
 
 def _whole_number(text: str) -> int:
+    """Return a whole number, which may be written as vLLM has it: 64k is 64,000, and 64K is 65,536."""
+    number, unit = text[:-1], text[-1:]
     try:
+        if unit and unit in _UNITS:
+            value = Decimal(number) * _UNITS[unit]
+            if value != int(value):
+                raise ValueError("it is no whole number")
+            return int(value)
         return int(text)
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
 
 

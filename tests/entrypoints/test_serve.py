@@ -18,7 +18,9 @@ import pytest
 from tests.engine.engines import ROOT
 from tests.entrypoints.openai.servers import REUSE_DEMO, TEMPLATE
 from tests.waiting import DEADLINE, wait_until
-from vllm_blend.entrypoints.serve import main, parse
+from vllm_blend.engine_args import OPTIONS
+from vllm_blend.entrypoints.serve import SERVER_OPTIONS, main, parse
+from vllm_blend.entrypoints.vllm_flags import CHANGE_NOTHING, UNSUPPORTED, _is_switch
 
 pytestmark = pytest.mark.cpu_only
 
@@ -43,6 +45,52 @@ def test_flags() -> None:
     assert (options.port, options.served_model_name) == (8001, ["a", "b"])
     args, options = parse(["--model", "m", "--no-enable-blending", "--max-logprobs", "5", "--no-detect-chunks"])
     assert (args.model, args.enable_blending, args.max_logprobs) == ("m", False, 5) and not options.detect_chunks
+
+
+def test_flags_that_change_nothing_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They cause a warning, on the command line and in a file; with vLLM's default not even that."""
+    plain = parse(["m"])
+    assert parse(["m", "--swap-space", "4", "-pp", "1", "--enable-chunked-prefill", "--no-enable-lora"]) == plain
+    assert caplog.messages == []
+    given = "--swap-space 8 --disable-log-requests --no-enable-chunked-prefill -O3 --max-log-len 5 --api-server-count=4"
+    assert parse([*given.split(), "m", "--disable-frontend-multiprocessing", "-cc", '{"mode": 3}']) == plain
+    ignored = [message.partition(" is ignored: ")[0] for message in caplog.messages]
+    expected = {word.partition("=")[0] for word in given.split() if word.startswith("--")}
+    assert set(ignored) == expected | {
+        "--optimization-level",
+        "--disable-frontend-multiprocessing",
+        "--compilation-config",
+    }
+    caplog.clear()
+    path = tmp_path / "server.yaml"
+    path.write_text("model: m\nswap-space: 8\nenable_prompt_tokens_details: true\n")
+    assert parse(["--config", str(path)]) == plain
+    assert len(caplog.messages) == 2
+
+
+def test_every_flag_is_told_apart() -> None:
+    """What changes nothing is in the tables of what there is not, which are no options of ours."""
+    assert UNSUPPORTED.keys() >= CHANGE_NOTHING
+    assert not UNSUPPORTED.keys() & {*OPTIONS, *SERVER_OPTIONS}
+    for name in UNSUPPORTED.keys() - CHANGE_NOTHING:
+        argument, flag = UNSUPPORTED[name], name.strip("_").replace("_", "-")
+        asks = [["--" + flag, "x"]]
+        if _is_switch(name, argument):
+            asks = [[f"--{no}{flag}"] for no, value in (("", True), ("no-", False)) if argument.default is not value]
+            asks = [] if argument.also else asks
+        for given in asks:
+            with pytest.raises(ValueError, match="is not supported: "):
+                parse(["m", *given])
+
+
+def test_numbers_as_vllm_writes_them() -> None:
+    for text, number in (("64k", 64_000), ("64K", 65_536), ("1.5k", 1500), ("2M", 2 << 20), ("512", 512)):
+        assert parse(["m", "--max-model-len", text])[0].max_model_len == number
+    for text in ("1.5", "1.0001k", "k", "64q"):
+        with pytest.raises(SystemExit):
+            parse(["m", "--max-model-len", text])
+    args, _ = parse(["m", "-tp", "1", "-q", "fp8"])
+    assert (args.tensor_parallel_size, args.quantization) == (1, "fp8")
 
 
 def test_help_shows_the_defaults_that_hold_over_http(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,11 +125,9 @@ def test_config_file(tmp_path: Path) -> None:
         (["m", "--max-model-length", "5"], "unknown option --max-model-length: did you mean --max-model-len?"),
         (["m", "--enable-lora"], "--enable-lora is not supported: merge the LoRA adapter"),
         (["m", "--lora-modules", "a=b"], "--lora-modules is not supported: merge the LoRA adapter"),
-        (
-            ["m", "--enable-prompt-tokens-details"],
-            "is not supported: usage always has prompt_tokens_details: leave it out",
-        ),
-        (["m", "--no-enable-log-requests"], "--no-enable-log-requests is not supported: the log has one line"),
+        (["m", "--lora-modules", "a=b", "c=d"], "--lora-modules is not supported: merge the LoRA adapter"),
+        (["m", "--middleware", "a.b"], "--middleware is not supported: the server loads no middleware"),
+        (["m", "-pp", "2"], "--pipeline-parallel-size is not supported: the model is shared by"),
         (["m", "--port", "70000"], "port=70000 is no TCP port"),
         (["m", "--ssl-keyfile", "key"], "ssl_keyfile and ssl_certfile belong together"),
         (["m", "--ssl-keyfile", "missing", "--ssl-certfile", "missing"], "ssl_certfile='missing' and ssl_keyfile"),

@@ -28,6 +28,12 @@ from vllm_blend.checks import closest
 from vllm_blend.command_line import BAD_INPUT, CommandParser, add_flags, given
 from vllm_blend.engine_args import OPTION_GROUPS, OPTIONS, EngineArgs
 from vllm_blend.entrypoints.openai.options import ServerOptions
+from vllm_blend.entrypoints.vllm_flags import (
+    SHORT_NAMES,
+    UNSUPPORTED,
+    add_unsupported_flags,
+    check_unsupported_flags,
+)
 from vllm_blend.unsupported.engine_args import UNSUPPORTED_ENGINE_ARGS
 from vllm_blend.unsupported.environment import apply_environment
 from vllm_blend.unsupported.server_flags import UNSUPPORTED_SERVER_FLAGS
@@ -90,6 +96,7 @@ def parse(argv: list[str]) -> tuple[EngineArgs, ServerOptions]:
     namespace, unknown = parser.parse_known_args(argv, namespace)
     if unknown:
         raise ValueError(explain_unknown(unknown[0]))
+    check_unsupported_flags(namespace)
     values = DEFAULTS | given(namespace, [*OPTIONS])
     if "model" not in values:
         raise ValueError("there is no model: give a model directory or a Hugging Face id, vllm-blend serve MODEL")
@@ -119,7 +126,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", default=argparse.SUPPRESS, metavar="FILE", help="YAML file of options; flags override it"
     )
-    add_flags(parser, (ServerOptions, *OPTION_GROUPS), positional="model", defaults=DEFAULTS)
+    add_flags(
+        parser,
+        (ServerOptions, *OPTION_GROUPS),
+        positional="model",
+        defaults=DEFAULTS,
+        short_names=SHORT_NAMES,
+    )
+    add_unsupported_flags(parser)
     return parser
 
 
@@ -134,7 +148,7 @@ def config_arguments(path: Path) -> list[str]:
     arguments: list[str] = []
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in OPTIONS and name not in SERVER_OPTIONS:
+        if not any(name in known for known in (OPTIONS, SERVER_OPTIONS, UNSUPPORTED)):
             raise ValueError(f"config={str(path)!r}: {explain_unknown(str(key))}")
         arguments += _flag(name.replace("_", "-"), value)
     return arguments
