@@ -28,7 +28,7 @@ from vllm_blend.engine.output_processor import OutputProcessor
 from vllm_blend.engine.process.client import EngineClient
 from vllm_blend.engine.process.messages import Add
 from vllm_blend.engine.request_builder import check_chunk_settings, check_length, check_logprobs, check_priority
-from vllm_blend.engine.request_table import RequestTable
+from vllm_blend.engine.request_table import RequestTable, is_full
 from vllm_blend.engine.setup import LoadedModelConfig
 from vllm_blend.engine.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from vllm_blend.inputs import ParsedPrompt, PromptType
@@ -220,16 +220,18 @@ class AsyncLLM:
     ) -> AsyncRequest:
         """Check a request and send it to the engine process."""
         self._check_arguments(params, request_id, deadline)
-        self.check_room(params.n)
+        self.check_room(params.n, tenant)
         parsed = await self._parse(prompt)
         self._check(parsed, params, priority)
-        self.check_room(params.n)  # others may have come while it was tokenized
+        self.check_room(params.n, tenant)  # others may have come while it was tokenized
         if request_id in self._table:
             raise ValueError(f"request_id {request_id!r} is in use: give every running request an id of its own")
         if deadline is not None and time.time() >= deadline:
             raise DeadlineError(f"the deadline of request {request_id!r} has passed before it was queued")
         number = next(self._numbers)
-        request = AsyncRequest(number, request_id, parsed, params, arrival_time, self._processor, self._converting)
+        request = AsyncRequest(
+            number, request_id, parsed, params, arrival_time, self._processor, self._converting, tenant
+        )
         # text, and with it the stop strings, is the affair of this process
         tokens_only, ids_only = copy(params), replace(parsed, text=None)
         tokens_only.stop, tokens_only.detokenize = [], False  # its fields have been checked, and may be long
@@ -268,16 +270,17 @@ class AsyncLLM:
         check_length(parsed, self.max_model_len)
         check_chunk_settings(parsed, self.config.blend.enable_blending)
 
-    def check_room(self, num_completions: int = 1) -> None:
-        """Raise ShuttingDownError, EngineDeadError or QueueFullError if a request for so many completions could not be
-        taken now."""
+    def check_room(self, num_completions: int = 1, tenant: str = "") -> None:
+        """Raise ShuttingDownError, EngineDeadError or QueueFullError if a tenant's request for so many completions
+        could not be taken now. A tenant that has few is not refused because others have many."""
         if self._refuses is not None:
             raise ShuttingDownError(self._refuses)
         self._client.check_health()
         if self.max_queued_requests is None:
             return
-        unfinished, limit = self._table.num_completions, self.config.scheduler.max_num_seqs + self.max_queued_requests
-        if unfinished and unfinished + num_completions > limit:
+        counts, limit = self._table.num_completions, self.config.scheduler.max_num_seqs + self.max_queued_requests
+        if is_full(counts, tenant, num_completions, limit):
+            unfinished = counts.total()
             seconds = self._table.retry_after(unfinished + num_completions - limit)
             raise QueueFullError(
                 f"{unfinished} completions run or wait, and at most {limit} may (max_num_seqs="

@@ -35,9 +35,11 @@ class AsyncRequest:
         arrival_time: float,
         processor: OutputProcessor,
         converting: Executor | None = None,
+        tenant: str = "",
     ) -> None:
         """`converting` runs what takes long; None: a thread of the event loop's."""
         self.number, self.request_id, self.params = number, request_id, params
+        self.tenant = tenant
         self.loop = asyncio.get_running_loop()
         metrics = RequestMetrics(arrival_time)
         requests = []

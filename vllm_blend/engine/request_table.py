@@ -6,8 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -20,6 +20,15 @@ logger = logging.getLogger(__name__)
 BATCH = 32  # requests whose news are entered before others get their turn on an event loop: some 0.1 ms
 RECENT = 64  # requests whose ends tell how fast the queue moves
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+
+
+def is_full(counts: Mapping[str, int], tenant: str, num_new: int, limit: int) -> bool:
+    """Return whether a tenant may add no more where `limit` is the most for all together. One that has less than its
+    part may add some even then, so that no tenant takes all: all together never have more than twice the limit."""
+    total = sum(counts.values())
+    if not total or total + num_new <= limit:
+        return False
+    return counts.get(tenant, 0) + num_new > limit // len({*counts, tenant}) or len({*counts, tenant}) == 1
 
 
 class RequestTable:
@@ -39,9 +48,12 @@ class RequestTable:
         return request_id in self._ids
 
     @property
-    def num_completions(self) -> int:
-        """Return the number of unfinished completions."""
-        return sum(request.params.n for request in list(self._requests.values()))
+    def num_completions(self) -> Counter[str]:
+        """Return the number of unfinished completions of each tenant."""
+        counts: Counter[str] = Counter()
+        for request in list(self._requests.values()):
+            counts[request.tenant] += request.params.n
+        return counts
 
     def add(self, request: AsyncRequest) -> None:
         """Keep a request until it has ended. Its id must be free."""

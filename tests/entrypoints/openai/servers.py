@@ -107,7 +107,7 @@ def fake_engine(is_full: bool = False, is_down: bool = False) -> Any:
         if is_down:
             raise EngineDeadError("it is down")
 
-    def check_room(_: int = 1) -> None:
+    def check_room(_: int = 1, tenant: str = "") -> None:
         if is_full:
             raise QueueFullError("it is full", 1.5)
         if is_down:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_blend.entrypoints.openai.errors import APIError, error_response
 from vllm_blend.entrypoints.openai.protocol.common import UNKNOWN_FIELDS
-from vllm_blend.entrypoints.openai.tenancy import ANYONE, Tenants, Usage
+from vllm_blend.entrypoints.openai.tenancy import ANYONE, CURRENT, Tenants, Usage
 from vllm_blend.log_lines import REQUEST_ID, log_request
 
 # As in vLLM, these need no key, and nor does the status page. None tells what a tenant has sent.
@@ -81,6 +81,7 @@ class RequestContext:
         try:
             if scope["state"]["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
                 scope["state"]["tenant"] = tenant = self.tenants.authenticate(headers)
+                CURRENT.set(tenant)
                 if scope["method"] == "POST":  # all that costs the engine anything
                     tenant.usage.enter(tenant.limits)
                     entered = tenant.usage

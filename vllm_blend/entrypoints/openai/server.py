@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -16,13 +17,15 @@ from fastapi import Request, Response
 
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine.errors import QueueFullError
+from vllm_blend.engine.request_table import is_full
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.passages import PassageFinder
 from vllm_blend.entrypoints.openai.passages.stored import StoredPassages
-from vllm_blend.entrypoints.openai.tenancy import Tenant
+from vllm_blend.entrypoints.openai.tenancy import CURRENT, Tenant
 from vllm_blend.entrypoints.openai.tracing import Tracing
+from vllm_blend.entrypoints.openai.turns import Turns
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +54,8 @@ class Server:
         self.num_encoding = 0  # passages that /v1/chunks is having encoded
         has_keys = self.options.api_key is not None or self.options.api_keys is not None
         self.metrics = ServerMetrics(self.engine, self.model_name, shows_passages=not has_keys)
-        self._num_tokenizing = 0  # that wait for the thread, or are in it
+        self._num_tokenizing: Counter[str] = Counter()  # that wait for the thread, or are in it, by tenant
+        self._tokenizing_turns, self._converting_turns = Turns(), Turns()
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
         self._converting = ThreadPoolExecutor(1, thread_name_prefix="converting")
 
@@ -72,26 +76,30 @@ class Server:
 
     async def in_tokenizing_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function returns that uses the tokenizer. Raises QueueFullError if too many wait for that."""
-        limit = self.options.max_queued_requests
-        if self._num_tokenizing >= limit:
+        limit, tenant = self.options.max_queued_requests, CURRENT.get().name
+        if is_full(self._num_tokenizing, tenant, 1, limit):
             raise QueueFullError(
                 f"{limit} requests wait to be tokenized, as many as may (--max-queued-requests): try again in a second",
                 retry_after=1.0,
             )
-        self._num_tokenizing += 1
+        self._num_tokenizing[tenant] += 1
         try:
-            return await _run_in(self._tokenizing, partial(function, *args, **kwargs))
+            async with self._tokenizing_turns.turn(tenant):
+                return await _run_in(self._tokenizing, partial(function, *args, **kwargs))
         finally:
-            self._num_tokenizing -= 1
+            self._num_tokenizing[tenant] -= 1
+            if not self._num_tokenizing[tenant]:
+                del self._num_tokenizing[tenant]
 
     async def in_converting_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function returns that reads a long body or writes a long answer."""
-        return await _run_in(self._converting, partial(function, *args, **kwargs))
+        async with self._converting_turns.turn(CURRENT.get().name):
+            return await _run_in(self._converting, partial(function, *args, **kwargs))
 
     async def prepare(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function returns that makes the prompts of a request from its body. Raises QueueFullError,
         EngineDeadError or ShuttingDownError, before any work, if the engine could not take the request now."""
-        self.engine.check_room()
+        self.engine.check_room(1, CURRENT.get().name)
         return await self.in_tokenizing_thread(function, *args, **kwargs)
 
     async def write(self, function: Callable[[], T], num_values: int) -> T:

@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -98,6 +99,7 @@ class Tenant:
 
 
 ANYONE = Tenant("anyone")
+CURRENT: ContextVar[Tenant] = ContextVar("tenant", default=ANYONE)  # whose request the task is about
 
 
 class Tenants:
