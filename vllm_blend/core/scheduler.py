@@ -88,12 +88,13 @@ class Scheduler:
         budget = self._schedule_running(output, self.max_num_batched_tokens, ahead)
         if budget is None:
             return SchedulerOutput()
-        if is_contended:
+        if is_contended and self.waiting:  # where nothing waits, everyone gets what it needs
             for item in output.scheduled:
-                self.waiting.charge(item.request, item.num_rows)
+                rows = item.num_tokens
+                self.waiting.charge(item.request, rows if rows == 1 else item.num_rows)
         if not output.preempted:
             self._schedule_waiting(output, budget)
-        self._partial = [item.request for item in output.scheduled if item.num_rows > 1 and not _ends_prefill(item)]
+        self._partial = [item.request for item in output.scheduled if item.num_tokens > 1 and not _ends_prefill(item)]
         return output
 
     def finish(self, request: Request) -> None:
@@ -216,11 +217,13 @@ class Scheduler:
         return drafts
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
+        if not self.waiting or budget <= 0 or len(self.running) >= self.max_num_seqs:
+            return
         skipped: list[Request] = []
         # Contexts that this step blends: another request for the same one finds it in the next step.
         blending = {_key_of(item.request) for item in output.scheduled if item.is_blend} - {None}
-        turns = self.waiting.in_turn() if self.waiting else None
-        while turns is not None and budget > 0 and len(self.running) < self.max_num_seqs:
+        turns = self.waiting.in_turn()
+        while budget > 0 and len(self.running) < self.max_num_seqs:
             request = turns.take()
             if request is None:
                 break
@@ -273,8 +276,7 @@ class Scheduler:
         """Return the call whose first request is next in turn, if there is anyone who may have to make room for it: a
         tenant, or a call, of which several requests run."""
         tenants = self.waiting.tenants.values()
-        holds_several = len(tenants) > 1 and any(each.num_running > 1 for each in tenants)
-        if not holds_several and all(call.num_running < 2 for each in tenants for call in each.calls.values()):
+        if not self.waiting.num_shared and (len(tenants) == 1 or all(each.num_running < 2 for each in tenants)):
             return None
         call = self.waiting.in_turn().peek()
         return None if call is None or call.waiting[0].blocked else call

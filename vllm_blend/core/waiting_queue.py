@@ -46,6 +46,8 @@ class WaitingQueue:
     def __init__(self, count_rows: Callable[[Request], int]) -> None:
         """Queue requests of which `count_rows` says how many tokens steps will compute."""
         self.tenants: dict[str, Tenant] = {}
+        self.num_shared = 0  # calls of which several requests run
+        self._accounts: dict[Request, tuple[Tenant, Call]] = {}  # of the requests that run
         self._count_rows = count_rows
         self._len = 0
         self._served_before = 0  # the most that any tenant had got that is not there any more
@@ -112,21 +114,25 @@ class WaitingQueue:
     def started(self, request: Request) -> None:
         """Note that a request which was taken runs."""
         tenant = self.tenants[request.tenant]
+        call = tenant.calls[request.call]
+        self._accounts[request] = tenant, call
         tenant.num_running += 1
-        tenant.calls[request.call].num_running += 1
+        call.num_running += 1
+        self.num_shared += call.num_running == 2
 
     def stopped(self, request: Request) -> None:
         """Note that a request runs no more. One that is to wait again must have been added before."""
-        tenant = self.tenants[request.tenant]
+        tenant, call = self._accounts.pop(request)
         tenant.num_running -= 1
-        tenant.calls[request.call].num_running -= 1
+        call.num_running -= 1
+        self.num_shared -= call.num_running == 1
         self._leave(request)
 
     def charge(self, request: Request, num_rows: int) -> None:
         """Count tokens that a step computes for a request which runs."""
-        tenant = self.tenants[request.tenant]
+        tenant, call = self._accounts[request]
         tenant.served += num_rows
-        tenant.calls[request.call].served += num_rows
+        call.served += num_rows
 
     def fills(self, max_requests: int, max_tokens: int) -> bool:
         """Return whether so many requests, or requests of so many tokens, can run: they are not blocked. One that was
