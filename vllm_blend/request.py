@@ -69,6 +69,7 @@ class Request:
     priority: int = 0  # requests of a lower number are scheduled before this one
     salt: bytes = field(default=b"", repr=False)  # keys.salt_digest of the prompt's cache_salt: what it shares pages by
     tenant: str = ""  # whose requests take turns with those of others
+    weight: float = 1.0  # of its tenant: how much of what there is it gets, beside others
     call: str = ""  # the call that it is part of: the calls of a tenant take turns, too
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

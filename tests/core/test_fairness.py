@@ -163,3 +163,15 @@ def test_a_higher_priority_is_not_given_up() -> None:
     world.run(2)
     [short] = world.add(B, new_tokens=1)
     assert world.steps_until(short) > 5 and world.scheduler.num_preemptions == 0
+
+
+def test_a_tenant_of_three_times_the_weight_gets_three_times_as_much() -> None:
+    world = World(max_num_seqs=4)
+    world.add(A, 60, new_tokens=6)
+    world.run(2)
+    for request in world.add(B, 60, new_tokens=6):
+        request.weight = 3.0
+        world.scheduler.waiting.tenants["b"].weight = 3.0
+    world.run(10)
+    advanced = Counter(each.tenant for step in world.run(80) for each in step)
+    assert 2.5 <= advanced["b"] / advanced["a"] <= 3.5

@@ -26,9 +26,9 @@ def find_victim(
 ) -> Request | None:
     """Return the running request that gives up its place for one that waits; None if no one has to.
 
-    `size_of` says what a running request takes of `total`, of which `asking` needs `needed`. Where everyone would get
-    an equal part, those that have less may have it, and only those give up that have more and got more service. So
-    nobody gives up what it would at once be given again.
+    `size_of` says what a running request takes of `total`, of which `asking` needs `needed`. Tenants have parts by
+    their weights, and calls equal ones. Those that have less may have their part, and only those give up that have
+    more and got more service. So nobody gives up what it would at once be given again.
     """
     tenant = queue.tenants[asking.tenant]
     sizes: dict[str, int] = dict.fromkeys(queue.tenants, 0)
@@ -38,12 +38,15 @@ def find_victim(
         if request.tenant == asking.tenant:
             own[request.call] += size_of(request)
     served = {name: each.served for name, each in queue.tenants.items()}
-    largest = _largest(sizes, served, asking.tenant, total, needed)
+    weights = sum(each.weight for each in queue.tenants.values())
+    parts = {name: max(1, int(total * each.weight / weights)) for name, each in queue.tenants.items()}
+    largest = _largest(sizes, served, asking.tenant, parts, needed)
     if largest is not None:
         return _last(running, asking, lambda request: request.tenant == largest)
-    part = total // len(queue.tenants) if len(queue.tenants) > 1 else total
     served = {name: each.served for name, each in tenant.calls.items()}
-    largest = _largest(own, served, asking.call, part, needed, part // LARGE_CALL)
+    part = max(1, parts[asking.tenant] // len(own))
+    spared = parts[asking.tenant] // LARGE_CALL
+    largest = _largest(own, served, asking.call, dict.fromkeys(own, part), needed, spared)
     if largest is None:
         return None
     return _last(running, asking, lambda request: (request.tenant, request.call) == (asking.tenant, largest))
@@ -66,14 +69,18 @@ def divide_prefill(needs: Mapping[str, int], total: int) -> dict[str, int]:
 
 
 def _largest(
-    sizes: Mapping[str, int], served: Mapping[str, int], asking: str, total: int, needed: int, spared: int = 0
+    sizes: Mapping[str, int],
+    served: Mapping[str, float],
+    asking: str,
+    parts: Mapping[str, int],
+    needed: int,
+    spared: int = 0,
 ) -> str | None:
     """Return who has most of those that have to give up something, if `asking` may have what it needs. Who has at most
     `spared` gives up nothing."""
-    part = max(1, total // len(sizes))
-    if len(sizes) < 2 or sizes[asking] + needed > part:
+    if len(sizes) < 2 or sizes[asking] + needed > parts[asking]:
         return None
-    over = [name for name, size in sizes.items() if size > max(part, spared) and served[name] > served[asking]]
+    over = [name for name, size in sizes.items() if size > max(parts[name], spared) and served[name] > served[asking]]
     return max(over, key=lambda name: sizes[name], default=None)
 
 

@@ -1,9 +1,9 @@
 """The queue of requests that wait to run, in turn over tenants and their calls, and whether they fill a step.
 
 Requests of a tenant, and of a call of it, take turns by the tokens that steps have computed for them (Sheng et al.,
-"Fairness in Serving Large Language Models", 2024): of those of one priority, the tenant that got least is next, and of
-its calls the one that got least. One that comes, or comes back, starts at the least of those that are there: it does
-not save up turns. Where there is one call, requests keep their order.
+"Fairness in Serving Large Language Models", 2024): of those of one priority, the tenant that got least for its weight
+is next, and of its calls the one that got least. One that comes, or comes back, starts at the least of those that are
+there: it does not save up turns. Where there is one call, requests keep their order.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Tenant:
-    """The calls of a tenant that have requests, in the order in which they came."""
+    """The calls of a tenant that have requests, in the order in which they came. `served`: tokens computed for it, by
+    its weight."""
 
-    served: int
+    served: float
     calls: dict[str, Call] = field(default_factory=dict)
     num_running: int = 0
+    weight: float = 1.0
 
 
 class WaitingQueue:
@@ -50,7 +52,7 @@ class WaitingQueue:
         self._accounts: dict[Request, tuple[Tenant, Call]] = {}  # of the requests that run
         self._count_rows = count_rows
         self._len = 0
-        self._served_before = 0  # the most that any tenant had got that is not there any more
+        self._served_before = 0.0  # the most that any tenant had got that is not there any more
         self.count_anew()
 
     def __len__(self) -> int:
@@ -131,7 +133,7 @@ class WaitingQueue:
     def charge(self, request: Request, num_rows: int) -> None:
         """Count tokens that a step computes for a request which runs."""
         tenant, call = self._accounts[request]
-        tenant.served += num_rows
+        tenant.served += num_rows / tenant.weight
         call.served += num_rows
 
     def fills(self, max_requests: int, max_tokens: int) -> bool:
@@ -157,6 +159,7 @@ class WaitingQueue:
         if tenant is None:
             least = min((each.served for each in self.tenants.values()), default=self._served_before)
             tenant = self.tenants[request.tenant] = Tenant(least)
+        tenant.weight = request.weight
         call = tenant.calls.get(request.call)
         if call is None:
             call = tenant.calls[request.call] = Call(min((each.served for each in tenant.calls.values()), default=0))
@@ -212,7 +215,7 @@ class Round:
         return None if call is None else self._queue.take(call)
 
 
-def _turn(entry: tuple[Tenant, list[tuple[int, int, int, Call]]]) -> tuple[int, int]:
+def _turn(entry: tuple[Tenant, list[tuple[int, int, int, Call]]]) -> tuple[int, float]:
     tenant, calls = entry
     return calls[0][0], tenant.served
 

@@ -136,6 +136,7 @@ class AsyncLLM:
         deadline: float | None = None,
         tenant: str = "",
         call: str = "",
+        weight: float = 1.0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request until the finished one, each with what `output_kind` says. Closing the
         iterator early aborts the request.
@@ -145,10 +146,12 @@ class AsyncLLM:
         if the engine process has died or dies, ShuttingDownError after `drain`, and DeadlineError if the deadline
         passes before the first token.
 
-        Tenants take turns, and so do the calls of a tenant: requests with the same `call` are parts of one.
+        Tenants take turns by their weights, and so do the calls of a tenant: requests with the same `call` are parts of
+        one.
         """
         arrival_time = time.time() if arrival_time is None else arrival_time
-        request = await self._add(prompt, sampling_params, request_id, priority, arrival_time, deadline, tenant, call)
+        flow = tenant, call, weight
+        request = await self._add(prompt, sampling_params, request_id, priority, arrival_time, deadline, flow)
         timer = None
         if deadline is not None:
             seconds = max(0.0, deadline - time.time())
@@ -215,11 +218,13 @@ class AsyncLLM:
         priority: int,
         arrival_time: float,
         deadline: float | None,
-        tenant: str,
-        call: str,
+        flow: tuple[str, str, float],
     ) -> AsyncRequest:
         """Check a request and send it to the engine process."""
+        tenant, _, weight = flow
         self._check_arguments(params, request_id, deadline)
+        if not (is_number(weight) and 0 < weight < math.inf):
+            raise ValueError(f"weight={weight!r} must be a positive number")
         self.check_room(params.n, tenant)
         parsed = await self._parse(prompt)
         self._check(parsed, params, priority)
@@ -237,7 +242,7 @@ class AsyncLLM:
         tokens_only.stop, tokens_only.detokenize = [], False  # its fields have been checked, and may be long
         self._table.add(request)
         try:
-            self._client.send(Add(number, request_id, ids_only, tokens_only, arrival_time, priority, tenant, call))
+            self._client.send(Add(number, request_id, ids_only, tokens_only, arrival_time, priority, *flow))
         except BaseException:
             self._table.remove(request)
             raise

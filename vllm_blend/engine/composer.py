@@ -307,7 +307,7 @@ class ChunkComposer:
         asking = next(iter(pending.requests), None)
         # What no request waits for was asked for by /v1/chunks: tenants have salts of their own.
         request.tenant = pending.parsed.salt.hex() if asking is None else asking.tenant
-        request.call = "" if asking is None else asking.call
+        request.call, request.weight = ("", 1.0) if asking is None else (asking.call, asking.weight)
         return request
 
     def _finish(self, pending: PendingBlend) -> None:

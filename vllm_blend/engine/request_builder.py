@@ -49,6 +49,7 @@ class NewRequest:
     on_advance: Callable[[RequestGroup], None] | None = None
     tenant: str = ""
     call: str = ""
+    weight: float = 1.0
 
 
 @dataclass(eq=False)
@@ -97,7 +98,7 @@ class RequestBuilder:
             longest = min(self.max_model_len, len(token_ids) + (own.max_tokens or self.max_model_len))
             request = Request(new.request_id, token_ids, own, metrics, index, longest, new.priority, parsed.salt)
             request.blend, request.retention = plan, retention
-            request.tenant, request.call = new.tenant, new.call
+            request.tenant, request.call, request.weight = new.tenant, new.call, new.weight
             request.sampling = SamplingState(
                 own, token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words, shared=lists
             )

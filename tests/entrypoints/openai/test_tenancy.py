@@ -50,8 +50,10 @@ def test_wrong_keys(headers: dict[str, str]) -> None:
 
 def test_files_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("# tenants\nalice key-1 requests=8\n\n  alice key-2 tokens-per-minute=500\nkey-3==  requests=2\n")
-    both = [Limits(requests=8), Limits(tokens_per_minute=500), Limits(requests=2)]
+    path.write_text(
+        "# tenants\nalice key-1 requests=8\n\n  alice key-2 tokens-per-minute=500\nkey-3==  requests=2 weight=3\n"
+    )
+    both = [Limits(requests=8), Limits(tokens_per_minute=500), Limits(requests=2, weight=3)]
     assert read_keys(path) == list(zip(("alice", "alice", None), ("key-1", "key-2", "key-3=="), both, strict=True))
     alice = Tenants.from_options(None, str(path)).authenticate(bearer("key-1"))
     assert alice.limits == Limits(requests=8, tokens_per_minute=500)

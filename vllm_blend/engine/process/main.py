@@ -151,6 +151,7 @@ class EngineLoop:
                     on_advance=watch,
                     tenant=new.tenant,
                     call=new.call,
+                    weight=new.weight,
                 )
             )
         except Exception as error:

@@ -29,6 +29,7 @@ class Add(msgspec.Struct, array_like=True, tag=True):
     priority: int
     tenant: str = ""
     call: str = ""
+    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True):

@@ -127,6 +127,7 @@ class Generation:
                     deadline=self.deadline,
                     tenant=self.tenant.name,
                     call=self.request_id,
+                    weight=self.tenant.limits.weight or 1,
                 )
                 async with aclosing(outputs):
                     async for output in outputs:

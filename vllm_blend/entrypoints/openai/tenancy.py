@@ -20,16 +20,18 @@ from vllm_blend.entrypoints.openai.errors import APIError
 
 _PURPOSE = b"vllm-blend: salt of a tenant"
 _LIMIT = re.compile(r"([a-z-]+)=([0-9]{1,15})")
-_LIMITS = ("requests", "tokens_per_minute")
+_LIMITS = ("requests", "tokens_per_minute", "weight")
 _NUMBERED = re.compile(r"key-[0-9]+")  # names of keys without one
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a tenant may ask for: requests at a time, and tokens a minute, of prompts and answers. None: any number."""
+    """What a tenant may ask for: requests at a time, and tokens a minute, of prompts and answers. None: any number. And
+    its weight beside other tenants; None: 1."""
 
     requests: int | None = None
     tokens_per_minute: int | None = None
+    weight: int | None = None
 
 
 @dataclass(eq=False)
@@ -194,8 +196,8 @@ def read_keys(path: Path) -> list[tuple[str | None, str, Limits]]:
             name, value = found[1].replace("-", "_"), int(found[2])
             if name not in _LIMITS or value == 0:
                 raise ValueError(
-                    f"api_keys: line {number} of {path} has the limit {found[0]!r}: write requests=N or "
-                    "tokens-per-minute=N, with N from 1 on"
+                    f"api_keys: line {number} of {path} has the limit {found[0]!r}: write requests=N, "
+                    "tokens-per-minute=N or weight=N, with N from 1 on"
                 )
             limits = _merged(f"line {number}", limits, Limits(**{name: value}))
             words.pop()
