@@ -13,6 +13,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from vllm_blend.chunks.messages import parse_seconds
+from vllm_blend.engine.request_table import is_full
 from vllm_blend.entrypoints.openai.errors import APIError, bad_request
 from vllm_blend.entrypoints.openai.passages import BlendOptions, Document, PassageFinder, chat_prompt, completion_prompt
 from vllm_blend.entrypoints.openai.passages.stored import (
@@ -33,6 +34,7 @@ from vllm_blend.entrypoints.openai.protocol.chunks import (
 )
 from vllm_blend.entrypoints.openai.server import Server, server_of, tenant_of
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
+from vllm_blend.entrypoints.openai.tenancy import CURRENT
 from vllm_blend.inputs import ParsedPrompt
 
 router = APIRouter(route_class=StrictRoute)
@@ -148,18 +150,22 @@ def _prompt_with(server: Server, body: ChunkRequest, salt: str | None) -> Parsed
 
 async def _encode(server: Server, parsed: ParsedPrompt) -> list[str]:
     """Have the chunks of a prompt computed and stored. Return the keys of their KV. Raises APIError (429)."""
-    if server.num_encoding >= MAX_ENCODING:
+    tenant = CURRENT.get()
+    if is_full(server.num_encoding, tenant.name, 1, MAX_ENCODING):
         raise APIError(
             429,
             f"{MAX_ENCODING} passages are being stored: try again in a second",
             code="queue_full",
             headers={"Retry-After": "1"},
         )
-    server.num_encoding += 1
+    server.num_encoding[tenant.name] += 1
     try:
+        tenant.usage.count(tenant.limits, len(parsed.token_ids))
         chunks = await server.engine.call("encode_chunks", parsed)
     finally:
-        server.num_encoding -= 1
+        server.num_encoding[tenant.name] -= 1
+        if not server.num_encoding[tenant.name]:
+            del server.num_encoding[tenant.name]
     return [chunk["key"] for chunk in chunks]
 
 

@@ -51,7 +51,7 @@ class Server:
         self.model_names = tuple(self.options.served_model_name or (self.engine.config.model.model,))
         self.passages = PassageFinder(self.options.detect_chunks)
         self.stored = StoredPassages(self.passages)
-        self.num_encoding = 0  # passages that /v1/chunks is having encoded
+        self.num_encoding: Counter[str] = Counter()  # passages that /v1/chunks is having encoded, by tenant
         has_keys = self.options.api_key is not None or self.options.api_keys is not None
         self.metrics = ServerMetrics(self.engine, self.model_name, shows_passages=not has_keys)
         self._num_tokenizing: Counter[str] = Counter()  # that wait for the thread, or are in it, by tenant
