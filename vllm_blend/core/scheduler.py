@@ -15,11 +15,11 @@ from bisect import insort_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from vllm_blend.core.admission import Admission
 from vllm_blend.core.block_manager import BlockManager, Retained
 from vllm_blend.core.fairness import divide_prefill, find_victim
-from vllm_blend.core.pages import BlockTable
-from vllm_blend.core.prefix_cache import find_prefix, publish_blocks
-from vllm_blend.core.step import BlendPart, ScheduledRequest, SchedulerOutput, blend_rows
+from vllm_blend.core.prefix_cache import publish_blocks
+from vllm_blend.core.step import ScheduledRequest, SchedulerOutput, blend_rows, is_complete
 from vllm_blend.core.waiting_queue import Call, WaitingQueue, priority_of
 from vllm_blend.request import Request, RequestStatus
 
@@ -32,17 +32,21 @@ class Scheduler:
     ) -> None:
         """`divides_blends`: a blend of more than `max_num_batched_tokens` rows is computed in several steps, where its
         plan allows it; otherwise it exceeds the budget in one."""
-        self.blocks, self.divides_blends = blocks, divides_blends
+        self.blocks = blocks
+        self.admission = Admission(blocks, max_num_batched_tokens, divides_blends)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.waiting = WaitingQueue(self._count_rows)
+        self.waiting = WaitingQueue(self.admission.count_rows)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.on_release: list[Callable[[Request], None]] = []  # called when a request is about to return its pages
-        # Requests that counted on retained pages which are gone, and have no plan: blocked until they have one.
-        self.lost: list[Request] = []
         self._partial: list[Request] = []  # that the last step has left in the middle of their prefill
         self._shares: dict[str, int] | None = None  # how many tokens of a step's prefill each may have; None: any
-        self._uncopied: list[Request] = []  # their copies belong to a step that has not been queued yet
+
+    def take_lost(self) -> list[Request]:
+        """Return the requests that counted on retained pages which are gone, and have no plan: blocked until they have
+        one."""
+        lost, self.admission.lost = self.admission.lost, []
+        return lost
 
     @property
     def has_requests(self) -> bool:
@@ -94,7 +98,7 @@ class Scheduler:
                 self.waiting.charge(item.request, rows if rows == 1 else item.num_rows)
         if not output.preempted:
             self._schedule_waiting(output, budget)
-        self._partial = [item.request for item in output.scheduled if item.num_tokens > 1 and not _ends_prefill(item)]
+        self._partial = [item.request for item in output.scheduled if item.num_tokens > 1 and not item.ends_prefill]
         return output
 
     def finish(self, request: Request) -> None:
@@ -122,7 +126,7 @@ class Scheduler:
     def advance(self, output: SchedulerOutput) -> None:
         """Record that the scheduled tokens are in the cache, or will be for every later step, and publish the blocks
         that exact prefill fills."""
-        self._uncopied.clear()
+        self.admission.uncopied.clear()
         size = self.blocks.block_size
         for item in output.scheduled:
             request = item.request
@@ -162,7 +166,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             computed, num_tokens = request.num_computed_tokens, request.num_tokens
-            if ahead and _is_complete(request, num_tokens):
+            if ahead and is_complete(request, num_tokens):
                 index += 1
                 continue
             if computed == num_tokens - 1 and computed and not request.drafts and self._grow(request, num_tokens):
@@ -173,10 +177,10 @@ class Scheduler:
             # A blend goes on, or is done again if its step failed, whole if it is not divided, whatever the budget.
             is_blend = request.awaits_blend
             limit = self._limit(request, budget)
-            if limit <= 0 and self._is_divided(request):
+            if limit <= 0 and self.admission.is_divided(request):
                 index += 1
                 continue
-            part = self._blend_part(request, limit) if is_blend else None
+            part = self.admission.blend_part(request, limit) if is_blend else None
             remaining = num_tokens - computed
             count = remaining if is_blend else min(remaining, limit)
             while not self._grow(request, computed + count):
@@ -195,14 +199,6 @@ class Scheduler:
             self._use(item)
             index += 1
         return budget
-
-    def _count_rows(self, request: Request) -> int:
-        """Return how many tokens of a waiting request steps will compute: all but those that it finds in pages now."""
-        if request.retention is not None and request.retention.key in self.blocks.retained:
-            return request.num_tokens - request.retention.num_tokens
-        if request.blend is not None:
-            return blend_rows(request)
-        return request.num_tokens - len(find_prefix(self.blocks, request)) * self.blocks.block_size
 
     def _take_drafts(self, request: Request, limit: int) -> tuple[int, ...]:
         """Return those of a request's drafts that are verified now: at most `limit`, and as many as the free pages
@@ -228,8 +224,9 @@ class Scheduler:
             if request is None:
                 break
             limit = self._limit(request, budget)
-            later = request.blocked or _key_of(request) in blending or (limit <= 0 and self._is_divided(request))
-            item = None if later else self._admit(request, limit if self._is_divided(request) else budget, output)
+            is_divided = self.admission.is_divided(request)
+            later = request.blocked or _key_of(request) in blending or (limit <= 0 and is_divided)
+            item = None if later else self.admission.admit(request, limit if is_divided else budget, output)
             if item is None:
                 skipped.append(request)
                 if later or request.blocked:
@@ -292,7 +289,7 @@ class Scheduler:
         if waits is not None and not waits.waiting[0].blocked:
             first = waits.waiting[0]
             if all(self.waiting.flow_of(first) != self.waiting.flow_of(each) for each in partial):
-                needs[self.waiting.flow_of(first)] = self._count_rows(first)
+                needs[self.waiting.flow_of(first)] = self.admission.count_rows(first)
         for request in partial:
             rows = blend_rows(request) if request.awaits_blend else request.num_tokens
             done = request.num_blended_rows if request.awaits_blend else request.num_computed_tokens
@@ -315,82 +312,12 @@ class Scheduler:
             if flow in self._shares:
                 self._shares[flow] -= item.num_rows
 
-    def _is_divided(self, request: Request) -> bool:
-        """Return whether a request's prefill may be computed in parts."""
-        return request.blend is None or self._blend_part(request, 1) is not None
-
-    def _admit(self, request: Request, budget: int, output: SchedulerOutput) -> ScheduledRequest | None:
-        """Give a waiting request its first pages and tokens; return None if they do not fit now."""
-        if request.retention is not None:
-            retained = self.blocks.find_retained(request.retention.key)
-            if retained is not None:
-                return self._resume(request, retained, budget, output)
-            if request.blend is None:
-                request.blocked = True
-                self.lost.append(request)
-                return None
-        if request.blend is not None:
-            part = self._blend_part(request, budget)
-            # A blend that is not divided may exceed the budget, but only if nothing else is being prefilled.
-            exceeds = part is None and blend_rows(request) > budget
-            if exceeds and any(item.is_prefill for item in output.scheduled):
-                return None
-            if not self._open(request, (), request.num_tokens):
-                return None
-            return ScheduledRequest(request, 0, request.num_tokens, is_blend=True, part=part)
-        cached = find_prefix(self.blocks, request)
-        return self._go_on(request, cached, len(cached) * self.blocks.block_size, budget)
-
-    def _blend_part(self, request: Request, budget: int) -> BlendPart | None:
-        """Return the rows of a request's blend that the next step computes, None for all in one step."""
-        total, first = blend_rows(request), request.num_blended_rows
-        if total <= self.max_num_batched_tokens or not (self.divides_blends and _is_divisible(request)):
-            return None
-        stop = min(total, first + budget)
-        return BlendPart(first, stop, stop == total)
-
-    def _resume(
-        self, request: Request, retained: Retained, budget: int, output: SchedulerOutput
-    ) -> ScheduledRequest | None:
-        """Admit a request whose context is in retained pages: it shares the full ones, and copies the last one if that
-        is not full, as it goes on there."""
-        num_full = retained.num_tokens // self.blocks.block_size
-        # The page to be copied may be allocated to this very request, or to a later one of this step: its content is
-        # read before the step writes anything.
-        item = self._go_on(request, retained.blocks[:num_full], retained.num_tokens, budget)
-        if item is not None and len(retained.blocks) > num_full:
-            output.copies.append((retained.blocks[num_full], request.block_table[num_full]))
-            self._uncopied.append(request)
-        return item
-
-    def _go_on(self, request: Request, shared: Sequence[int], start: int, budget: int) -> ScheduledRequest | None:
-        """Admit a request whose first `start` tokens need not be computed, and whose table begins with `shared` blocks;
-        return None if its next tokens do not fit now."""
-        count = min(request.num_tokens - start, budget)
-        if not self._open(request, shared, start + count):
-            return None
-        request.num_computed_tokens = start
-        if request.status is not RequestStatus.PREEMPTED:  # blocks of its own are no hit for its user
-            request.num_cached_tokens = start
-        return ScheduledRequest(request, start, count)
-
     def _restart_uncopied(self) -> None:
         """Start requests again whose step failed before it was queued: their page may not have been copied."""
-        for request in self._uncopied:
+        for request in self.admission.uncopied:
             if request in self.running:
                 self._wait_again(request)
-        self._uncopied.clear()
-
-    def _open(self, request: Request, shared: Sequence[int], num_tokens: int) -> bool:
-        """Give a waiting request a table of `num_tokens` that begins with shared blocks; return False, with nothing
-        taken, if too few blocks are free."""
-        self.blocks.take(shared)
-        pages = BlockTable(self.blocks, shared)
-        if not pages.grow(num_tokens):
-            pages.release()
-            return False
-        request.hold(pages)
-        return True
+        self.admission.uncopied.clear()
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Extend the pages of a running request to hold `num_tokens`; return False, with nothing taken, if too few are
@@ -418,25 +345,5 @@ def _key_of(request: Request) -> bytes | None:
     return None if request.retention is None else request.retention.key
 
 
-def _is_complete(request: Request, num_tokens: int) -> bool:
-    """Return whether a step in flight computes the rest of a request of so many tokens, or draws its last one."""
-    longest = request.max_num_tokens
-    return request.num_computed_tokens == num_tokens or (longest is not None and num_tokens >= longest)
-
-
 def _num_blocks(request: Request) -> int:
     return len(request.block_table)
-
-
-def _ends_prefill(item: ScheduledRequest) -> bool:
-    """Return whether the request's known tokens are all computed with this step."""
-    return item.completes and item.known_stop >= item.request.num_tokens
-
-
-def _is_divisible(request: Request) -> bool:
-    """Return whether a blend can be computed in several steps: nothing but its next token is asked of it."""
-    assert request.blend is not None
-    wants_rows = (
-        request.collect_from is not None or request.params is None or request.params.prompt_logprobs is not None
-    )
-    return request.blend.is_divisible and not wants_rows

@@ -45,6 +45,11 @@ class ScheduledRequest:
         return self.part is None or self.part.is_last
 
     @property
+    def ends_prefill(self) -> bool:
+        """Return whether the request's known tokens are all computed with this step."""
+        return self.completes and self.known_stop >= self.request.num_tokens
+
+    @property
     def num_rows(self) -> int:
         """Return how many tokens the step computes for it, at most."""
         if self.part is not None:
@@ -105,3 +110,9 @@ def blend_rows(request: Request) -> int:
     computed with it."""
     assert request.blend is not None
     return request.blend.num_scheduled_tokens + len(request.output_token_ids)
+
+
+def is_complete(request: Request, num_tokens: int) -> bool:
+    """Return whether a step in flight computes the rest of a request of so many tokens, or draws its last one."""
+    longest = request.max_num_tokens
+    return request.num_computed_tokens == num_tokens or (longest is not None and num_tokens >= longest)

@@ -72,7 +72,7 @@ class LiveRequests:
 
     def compose_lost(self) -> None:
         """Plan requests anew that counted on retained pages which have been given to others since."""
-        lost, self.scheduler.lost = self.scheduler.lost, []
+        lost = self.scheduler.take_lost()
         for request in lost:
             if not request.finished:
                 self.schedule_first(self.composer.compose(self.groups[request].parsed, [request]))
