@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cpu_only
 
 LIMIT, MAX_HEADERS = 4096, 8
 PIECE = 1024
-KEYS = {"api_key": ["k"]}  # without them the server would ask the engine for its tokenizer
+KEYS: dict[str, Any] = {"api_key": ["k"]}  # without them the server would ask the engine for its tokenizer
 HEAD = b"GET /ping HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = b"POST /ping HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
