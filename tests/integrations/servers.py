@@ -40,7 +40,7 @@ class ServerProcess:
             "--dtype": "float32",
             "--served-model-name": NAME,
             "--num-gpu-blocks-override": "512",
-            "--blend-encoding-context": "page",  # the template puts nothing before the first passage: see docs/chunks.md
+            "--blend-encoding-context": "page",  # the template puts nothing before the first passage
             "--tool-call-parser": "hermes",  # the model's chat template shows no format of calls
             "--structured-outputs-config": json.dumps(structured_outputs),
         }
