@@ -15,6 +15,7 @@ from vllm_blend.ray import generate
 from vllm_blend.ray.batch import Generator
 
 ENGINE: dict[str, Any] = {
+    "dtype": "float32",  # in its own processes, "auto" may be bfloat16
     "model": str(ROOT / "inputs" / "demo-model-reuse"),
     "num_gpu_blocks_override": 128,
     "enable_blending": True,

@@ -24,6 +24,7 @@ from vllm_blend.ray import build_app
 
 MODEL = str(ROOT / "inputs" / "demo-model-reuse")
 OPTIONS: dict[str, Any] = {
+    "dtype": "float32",  # in its own processes, "auto" may be bfloat16
     "model": MODEL,
     "served_model_name": ["demo"],
     "num_cpus": 0.5,

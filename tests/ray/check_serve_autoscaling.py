@@ -25,6 +25,7 @@ from tests.waiting import wait_until
 from vllm_blend.ray import build_app, deployments
 
 OPTIONS: dict[str, Any] = {
+    "dtype": "float32",  # in its own processes, "auto" may be bfloat16
     "model": str(ROOT / "inputs" / "demo-model-reuse"),
     "served_model_name": ["demo"],
     "num_cpus": 0.25,
