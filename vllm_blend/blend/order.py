@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
+from vllm_blend.chunk_options import ChunkOptions
 from vllm_blend.inputs import ParsedPrompt
 
 RANK_OFFSET = 60  # of reciprocal rank fusion: how little the first ranks stand out
@@ -61,23 +62,18 @@ def fuse(signals: Sequence[Sequence[float]]) -> list[float]:
 def reorder_chunks(parsed: ParsedPrompt, order: Sequence[int]) -> ParsedPrompt:
     """Return a prompt with its chunks, which must follow one another, in another order: `order` has their numbers. A
     chunk must not come before one that it `continues`."""
-    place = {index: at for at, index in enumerate(order)}
+    said = ChunkOptions(**{each.name: getattr(parsed, each.name) for each in fields(ChunkOptions)})
     start, stop = parsed.chunk_bounds[0][0], parsed.chunk_bounds[-1][1]
     token_ids, bounds = parsed.token_ids[:start], []
     for index in order:
         first, last = parsed.chunk_bounds[index]
         bounds.append((len(token_ids), len(token_ids) + last - first))
         token_ids += parsed.token_ids[first:last]
-    before = [parsed.continues[index] for index in order] if parsed.continues else []
     return replace(
         parsed,
         token_ids=token_ids + parsed.token_ids[stop:],
         text=None,
         chunk_bounds=tuple(bounds),
-        relevance=tuple(tuple(signal[index] for index in order) for signal in parsed.relevance),
-        chunk_ranking=tuple(place[index] for index in parsed.chunk_ranking),
-        in_place_chunks=tuple(place[index] for index in parsed.in_place_chunks),
-        continues=tuple(None if index is None else place[index] for index in before),
-        encode_after=tuple(parsed.encode_after[index] for index in order) if parsed.encode_after else (),
+        **vars(said.reordered(order)),
         retention=tuple(parsed.retention[index] for index in order) if parsed.retention else (),
     )

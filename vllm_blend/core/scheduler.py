@@ -118,9 +118,7 @@ class Scheduler:
 
     def preempt_last(self) -> Request:
         """Preempt the request that started last, of those with the highest priority number, and return it."""
-        last = self.running[-1]
-        self._wait_again(last)
-        self.num_preemptions += 1
+        self._preempt(last := self.running[-1])
         return last
 
     def advance(self, output: SchedulerOutput) -> None:
@@ -265,8 +263,7 @@ class Scheduler:
                 return True
             if ahead:
                 return False
-            self._wait_again(victim)
-            self.num_preemptions += 1
+            self._preempt(victim)
         return True
 
     def _next_ready(self) -> Call | None:
@@ -324,6 +321,10 @@ class Scheduler:
         free."""
         assert request.pages is not None
         return request.pages.grow(num_tokens)
+
+    def _preempt(self, request: Request) -> None:
+        self._wait_again(request)
+        self.num_preemptions += 1
 
     def _wait_again(self, request: Request) -> None:
         """Take the pages of a running request and queue it again, before all others of its priority."""

@@ -7,8 +7,8 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from vllm_blend.engine.async_request import AsyncRequest
@@ -29,6 +29,19 @@ def is_full(counts: Mapping[str, int], tenant: str, num_new: int, limit: int) ->
     if not total or total + num_new <= limit:
         return False
     return counts.get(tenant, 0) + num_new > limit // len({*counts, tenant}) or len({*counts, tenant}) == 1
+
+
+@contextmanager
+def counted(counts: Counter[str], tenant: str) -> Iterator[None]:
+    """Count one more of a tenant as long as the context lasts. Tenants without any are left out of the counts, as
+    `is_full` divides the limit among those that are there."""
+    counts[tenant] += 1
+    try:
+        yield
+    finally:
+        counts[tenant] -= 1
+        if not counts[tenant]:
+            del counts[tenant]
 
 
 class RequestTable:

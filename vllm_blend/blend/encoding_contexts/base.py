@@ -56,8 +56,9 @@ class ContextPieces:
 
     def is_alone(self, index: int) -> bool:
         """Whether no chunk of another page stands before chunk `index`, nor would in another order."""
-        begins = index == 0 or self.page_before(index)[:1] == [0]
-        return self.are_alone or (begins and not self.has_instruction)
+        if self.are_alone or self.has_instruction:
+            return self.are_alone
+        return index == 0 or self.page_before(index)[:1] == [0]
 
 
 class EncodingContext(ABC):

@@ -13,7 +13,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from vllm_blend.chunks.messages import parse_seconds
-from vllm_blend.engine.request_table import is_full
+from vllm_blend.engine.request_table import counted, is_full
 from vllm_blend.entrypoints.openai.errors import APIError, bad_request
 from vllm_blend.entrypoints.openai.passages import BlendOptions, Document, PassageFinder, chat_prompt, completion_prompt
 from vllm_blend.entrypoints.openai.passages.stored import (
@@ -158,14 +158,9 @@ async def _encode(server: Server, parsed: ParsedPrompt) -> list[str]:
             code="queue_full",
             headers={"Retry-After": "1"},
         )
-    server.num_encoding[tenant.name] += 1
-    try:
+    with counted(server.num_encoding, tenant.name):
         tenant.usage.count(tenant.limits, len(parsed.token_ids))
         chunks = await server.engine.call("encode_chunks", parsed)
-    finally:
-        server.num_encoding[tenant.name] -= 1
-        if not server.num_encoding[tenant.name]:
-            del server.num_encoding[tenant.name]
     return [chunk["key"] for chunk in chunks]
 
 

@@ -17,7 +17,7 @@ from fastapi import Request, Response
 
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine.errors import QueueFullError
-from vllm_blend.engine.request_table import is_full
+from vllm_blend.engine.request_table import counted, is_full
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
 from vllm_blend.entrypoints.openai.options import ServerOptions
@@ -82,14 +82,9 @@ class Server:
                 f"{limit} requests wait to be tokenized, as many as may (--max-queued-requests): try again in a second",
                 retry_after=1.0,
             )
-        self._num_tokenizing[tenant] += 1
-        try:
+        with counted(self._num_tokenizing, tenant):
             async with self._tokenizing_turns.turn(tenant):
                 return await _run_in(self._tokenizing, partial(function, *args, **kwargs))
-        finally:
-            self._num_tokenizing[tenant] -= 1
-            if not self._num_tokenizing[tenant]:
-                del self._num_tokenizing[tenant]
 
     async def in_converting_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function returns that reads a long body or writes a long answer."""
