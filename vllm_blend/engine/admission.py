@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
+from vllm_blend.core.turns import TurnQueue
 from vllm_blend.engine.pieces import PendingBlend
 from vllm_blend.request import Request, RequestStatus
 
@@ -20,30 +21,25 @@ class AdmissionQueue:
 
     def __init__(self, budget_bytes: int, bytes_per_token: int) -> None:
         self.budget_bytes, self.bytes_per_token = budget_bytes, bytes_per_token
-        self._queues: dict[tuple[str, str], deque[PendingBlend]] = {}  # by tenant and call
-        self._turns: dict[str | tuple[str, str], int] = {}  # when each had its last turn
-        self._num_turns = 0
+        self._queue: TurnQueue[PendingBlend] = TurnQueue()  # by tenant and call
         self._admitted: deque[tuple[list[weakref.ref[Request]], int]] = deque()  # admitted, and their bytes
         self._held = 0
 
     def add(self, pending: PendingBlend) -> None:
-        self._queues.setdefault(_flow(pending), deque()).append(pending)
+        self._queue.add(_flow(pending), pending)
 
     def next(self) -> PendingBlend | None:
         """Admit the next prompt, and return it; None if it has to wait, or there is none."""
         while self._admitted and all(_runs(request()) for request in self._admitted[0][0]):
             self._held -= self._admitted.popleft()[1]
-        if not self._queues:
+        flow = self._queue.next()
+        if flow is None:
             return None
-        flow = min(self._queues, key=lambda flow: (self._turns.get(flow[0], 0), self._turns.get(flow, 0)))
-        num_bytes = self._queues[flow][0].num_tokens * self.bytes_per_token
+        num_bytes = self._queue.first(flow).num_tokens * self.bytes_per_token
         if self._admitted and self._held + num_bytes > self.budget_bytes:
             return None
-        pending = self._queues[flow].popleft()
-        self._num_turns += 1
-        self._turns[flow] = self._turns[flow[0]] = self._num_turns
-        if not self._queues[flow]:
-            del self._queues[flow], self._turns[flow]
+        pending = self._queue.take(flow)
+        self._queue.mark(flow)
         self._admitted.append(([weakref.ref(request) for request in pending.requests], num_bytes))
         self._held += num_bytes
         return pending
@@ -59,11 +55,7 @@ class AdmissionQueue:
     def forget(self, requests: Sequence[Request]) -> None:
         """Drop prompts of which all requests are gone."""
         gone = set(requests)
-        for flow, queue in list(self._queues.items()):
-            self._queues[flow] = deque(pending for pending in queue if not gone.issuperset(pending.requests))
-            if not self._queues[flow]:
-                del self._queues[flow]
-                self._turns.pop(flow, None)
+        self._queue.drop(lambda pending: gone.issuperset(pending.requests))
 
 
 def _flow(pending: PendingBlend) -> tuple[str, str]:

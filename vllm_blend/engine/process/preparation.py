@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from vllm_blend.core.turns import Flow, TurnQueue
 from vllm_blend.engine.errors import QueueFullError
 from vllm_blend.engine.process.messages import Add
 from vllm_blend.sampling_params import SamplingParams
@@ -24,10 +25,8 @@ class Preparation:
         added."""
         self._prepare = prepare
         self.done: deque[Add] = deque()
-        self._waiting: dict[str, deque[Add]] = {}  # by tenant
-        self._turns: dict[str, int] = {}  # the number of each tenant's last turn
-        self._num_turns = 0
-        self._busy: set[str] = set()  # tenants
+        self._queue: TurnQueue[Add] = TurnQueue()  # by tenant
+        self._busy: set[Flow] = set()
         self._known: set[int] = set()  # numbers of the requests that are wanted
         self._changing = threading.Lock()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prepare")
@@ -39,14 +38,13 @@ class Preparation:
     def add(self, new: Add) -> None:
         """Queue a request. Raises QueueFullError if as many of its tenant wait as may."""
         with self._changing:
-            queue = self._waiting.setdefault(new.tenant, deque())
-            if len(queue) >= MAX_WAITING:
+            if self._queue.count((new.tenant,)) >= MAX_WAITING:
                 raise QueueFullError(
                     f"{MAX_WAITING} requests wait for their structured outputs to be compiled, as many as may: try "
                     "again in a few seconds",
                     retry_after=5.0,
                 )
-            queue.append(new)
+            self._queue.add((new.tenant,), new)
             self._known.add(new.number)
             self._begin()
 
@@ -56,11 +54,7 @@ class Preparation:
             if number not in self._known:
                 return
             self._known.discard(number)
-            for tenant, queue in list(self._waiting.items()):
-                kept = deque(each for each in queue if each.number != number)
-                self._waiting[tenant] = kept
-                if not kept:
-                    del self._waiting[tenant]
+            self._queue.drop(lambda new: new.number == number)
 
     def take_done(self) -> list[Add]:
         """Return the requests that have been prepared since the last call, but for those that were dropped."""
@@ -74,14 +68,10 @@ class Preparation:
 
     def _begin(self) -> None:
         """Have threads do what may be done now."""
-        while len(self._busy) < THREADS and (free := [each for each in self._waiting if each not in self._busy]):
-            tenant = min(free, key=lambda tenant: self._turns.get(tenant, 0))
-            new = self._waiting[tenant].popleft()
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
-            self._num_turns += 1
-            self._turns[tenant] = self._num_turns
-            self._busy.add(tenant)
+        while len(self._busy) < THREADS and (flow := self._queue.next(without=self._busy)) is not None:
+            new = self._queue.take(flow)
+            self._queue.mark(flow)
+            self._busy.add(flow)
             self._threads.submit(self._run, new)
 
     def _run(self, new: Add) -> None:
@@ -89,6 +79,6 @@ class Preparation:
             self._prepare(new.params)
         finally:
             with self._changing:
-                self._busy.discard(new.tenant)
+                self._busy.discard((new.tenant,))
                 self.done.append(new)
                 self._begin()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+from vllm_blend.core.turns import TurnQueue
 
 
 class Turns:
@@ -14,16 +15,14 @@ class Turns:
 
     def __init__(self) -> None:
         self._is_taken = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant
-        self._last: dict[str, int] = {}  # the number of each tenant's last turn
-        self._num_turns = 0
+        self._queue: TurnQueue[asyncio.Future[None]] = TurnQueue()
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
         """Wait for a turn, which lasts as long as the context."""
         if self._is_taken:
             future = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(tenant, deque()).append(future)
+            self._queue.add((tenant,), future)
             try:
                 await future
             except asyncio.CancelledError:
@@ -31,8 +30,7 @@ class Turns:
                     self._give()
                 raise
         self._is_taken = True
-        self._num_turns += 1
-        self._last[tenant] = self._num_turns
+        self._queue.mark((tenant,))
         try:
             yield
         finally:
@@ -41,11 +39,8 @@ class Turns:
     def _give(self) -> None:
         """Give the turn to the next task that still waits."""
         self._is_taken = False
-        while self._waiting:
-            tenant = min(self._waiting, key=lambda tenant: self._last.get(tenant, 0))
-            future = self._waiting[tenant].popleft()
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
+        while (flow := self._queue.next()) is not None:
+            future = self._queue.take(flow)
             if not future.done():
                 self._is_taken = True
                 future.set_result(None)
