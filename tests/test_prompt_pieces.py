@@ -81,7 +81,7 @@ def test_the_example(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_chunk_that_ends_with_a_line_break_has_the_same_tokens_everywhere(name: str) -> None:
-    """That is what makes its KV found again: behind a prefix, behind other chunks, and ahead of any question."""
+    """So its KV is found again after a prefix, after other chunks, and before any question is known."""
     tokenizer = named(name)
     words = TEXTS[0].split(" ")
     chunks = [TEXTS[0] + "\n\n", "Where? The lazy dog.\n", " ".join(words[5:]) + "\n\n", " ".join(words[::-1]) + "\n"]

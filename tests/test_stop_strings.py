@@ -43,7 +43,8 @@ def test_states_say_what_ends_here_and_what_may_go_on(strings: list[str], text: 
 
 
 def test_work_does_not_grow_with_the_number_of_strings() -> None:
-    """As many strings as a request may have, and text that keeps falling back: two look-ups a character at most."""
+    """With the most strings that a request may have, and text that falls back at every step, a character takes at most
+    two look-ups."""
     rng = random.Random(0)
     strings = ["a" * 15 + "".join(rng.choices("abcdefgh", k=1)) for _ in range(1024)]
     text = "".join(rng.choice(("a" * 14, "a" * 15 + "z", "b")) for _ in range(200))

@@ -99,7 +99,7 @@ def _whole_number(text: str) -> int:
         if unit and unit in _UNITS:
             value = Decimal(number) * _UNITS[unit]
             if value != int(value):
-                raise ValueError("it is no whole number")
+                raise ValueError("it is not a whole number")
             return int(value)
         return int(text)
     except (ValueError, ArithmeticError) as error:

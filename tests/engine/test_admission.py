@@ -1,4 +1,4 @@
-"""Which prompts gather their chunks next: tenants take turns, and calls of a tenant."""
+"""Prompts gather their chunks in turn: tenants take turns, and so do the calls of one tenant."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def _parse_arguments(given: Any, name: str) -> dict[str, Any]:
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """Return a JSON object; of a text that is none, an object that has the text under the key of an error."""
+    """Return the JSON object in a text. A text that is not one becomes an object with the text under an error key."""
     try:
         value = json.loads(text or "{}")
         json.dumps(value, ensure_ascii=False).encode()  # not so halves of surrogate pairs

@@ -28,7 +28,7 @@ def find_victim(
 
     `size_of` says what a running request takes of `total`, of which `asking` needs `needed`. Tenants have parts by
     their weights, and calls equal ones. Those that have less may have their part, and only those give up that have
-    more and got more service. So nobody gives up what it would at once be given again.
+    more and got more service. So no request is preempted that would be scheduled again at once.
     """
     tenant = queue.tenants[asking.tenant]
     sizes: dict[str, int] = dict.fromkeys(queue.tenants, 0)

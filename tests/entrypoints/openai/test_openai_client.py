@@ -76,7 +76,7 @@ def test_echo(server: TestServer, offline: LLM) -> None:
     ]
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected[1:], abs=1e-4)
-    assert "".join(choice["logprobs"]["tokens"]) == QUESTION, "BOS is no part of the text"
+    assert "".join(choice["logprobs"]["tokens"]) == QUESTION, "BOS is not part of the text"
 
 
 def test_chat(client: openai.OpenAI, offline: LLM) -> None:
@@ -89,7 +89,7 @@ def test_chat(client: openai.OpenAI, offline: LLM) -> None:
     entries = expected.outputs[0].logprobs
     assert entries is not None
     for given, entry, token in zip(choice.logprobs.content, entries, expected.outputs[0].token_ids, strict=True):
-        assert (given.token or "\n", given.logprob) == (  # the token that ends the text is no part of it
+        assert (given.token or "\n", given.logprob) == (  # the token that ends the text is not part of it
             entry[token].decoded_token,
             pytest.approx(entry[token].logprob, abs=1e-4),
         )

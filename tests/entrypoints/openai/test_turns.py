@@ -34,12 +34,12 @@ def test_a_tenant_waits_for_one_piece_of_each_other_one() -> None:
     async def scenario(turns: Turns, order: list[str]) -> None:
         names = ["a0", "a1", "a2", "a3", "b0", "b1", "c0"]
         await asyncio.gather(*(work(turns, name, order, [0]) for name in names))
-        await work(turns, "a4", order, [0])  # nobody waits
+        await work(turns, "a4", order, [0])  # nothing else is waiting
 
     assert run(scenario) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
 
 
-def test_one_that_is_cancelled_holds_up_nobody() -> None:
+def test_a_cancelled_task_does_not_hold_up_others() -> None:
     async def scenario(turns: Turns, order: list[str]) -> None:
         running = [0]
         tasks = [asyncio.create_task(work(turns, f"a{index}", order, running)) for index in range(5)]
