@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.inputs import ChunkedPrompt
+from vllm_blend.pipeline.ask import Asking
 from vllm_blend.pipeline.datasets import DataSet, Sample, normalize_sample, read_dataset
-from vllm_blend.quality.ask import Asking
 
 
 @dataclass(frozen=True)
