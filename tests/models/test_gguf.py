@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from tests.distributed.ranks import CPU, on_ranks
 from tests.engine.engines import greedy, new_llm, run, tokens_of
@@ -20,6 +20,7 @@ from tests.models.gguf_vocabularies import entries_of, write_vocabulary
 from tests.models.tiny import CONTEXT, PagedRunner, hf_logits, load_tiny, prompt
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.gguf.families import GGUF_FAMILIES
+from vllm_blend.models.gguf.names import conversion
 from vllm_blend.models.loader import load_hf_config, load_model
 
 pytestmark = pytest.mark.cpu_only
@@ -53,6 +54,13 @@ def test_logits_are_those_of_transformers(family: str, kind: gguf.GGMLQuantizati
     expected = hf_logits(as_transformers_reads(path), prompt(LENGTH))
     assert expected.std() > 0.5
     torch.testing.assert_close(ours(path), expected, rtol=1e-4, atol=2e-4)
+
+
+def test_a_file_can_be_converted_as_errors_say(tmp_path: Path) -> None:
+    path = Path(write_gguf(tmp_path / "model.gguf", "llama", gguf_model("llama"), Q8_0))
+    known = {"AutoModelForCausalLM": AutoModelForCausalLM, "GgufConfig": GgufConfig, "new_path": tmp_path / "new"}
+    eval(conversion(repr(str(path.parent)), repr(path.name)), known)
+    torch.testing.assert_close(ours(str(tmp_path / "new")), ours(str(path)), rtol=1e-4, atol=2e-4)
 
 
 def k_quantized(kind: str, rows: int, seed: int = 3) -> np.ndarray:

@@ -95,6 +95,25 @@ def test_the_wording_may_be_another_one() -> None:
     assert text_of(asking) == f"Read.\n\nDog\nThe dog barks.\n\nIt <s> naps.\n\nQ: Who barks?\nA:{asking.tail}"
 
 
+@pytest.mark.parametrize("template", [CHAT_ML, LLAMA, PARTS], ids=["chatml", "llama", "parts"])
+def test_an_answer_is_what_the_chat_template_makes_of_it(template: str) -> None:
+    asking, tokenizer = asking_of(template), tokenizer_of(template)
+    answered = [*message(template), {"role": "assistant", "content": "The dog"}]
+    if template == PARTS:
+        answered[-1]["content"] = [{"type": "text", "text": "The dog"}]
+    rendered: Any = tokenizer.apply_chat_template(answered, tokenize=False)
+    assert asking.answer("The dog").endswith("The dog<|im_end|>")
+    if template != CHAT_ML:  # that one has the model think of nothing before it answers
+        prompt = "".join(
+            [asking.prefix_text, *map(str, asking.prompt(SAMPLE)["chunks"]), asking.suffix(SAMPLE.question)]
+        )
+        assert rendered.startswith(prompt.removesuffix("A:"))
+        assert rendered.rstrip().endswith(asking.answer("The dog"))
+    plain = by_chat_template(tokenizer_of("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"))
+    assert plain is not None and plain.answer("The dog") == "assistant: The dog\n"
+    assert choose_asking(None, "musique.json").answer("The dog") == " The dog\n"
+
+
 def test_dialogues_are_summarized() -> None:
     asking = choose_asking(tokenizer_of(LLAMA), "inputs/samsum.json")
     assert isinstance(asking, ByChatTemplate) and (asking.max_tokens, asking.style.metric) == (48, "rouge_l")

@@ -65,32 +65,46 @@ def estimate(
 
 
 def fit_to_memory(
-    config: Any, plan: TrainingPlan, length: int, with_adapter: bool, checkpoint: bool | None, device: torch.device
+    config: Any,
+    plan: TrainingPlan,
+    length: int,
+    with_adapter: bool,
+    device: torch.device,
+    checkpoint: bool | None = None,
+    parts: int | None = None,
 ) -> TrainingPlan:
-    """Return the plan, which computes activations again if they would take more than half of the free memory; with
-    `checkpoint` that is decided already. Raises ValueError if a CPU's memory is too small by the estimate: the system
-    would end the process without a word. A GPU's own error says what it lacks."""
+    """Return the plan with what saves memory where the estimate is above half of what is free: activations are computed
+    again, and then a batch is computed in parts, as few as it takes. With `checkpoint` or `parts` that is decided
+    already.
+
+    Raises ValueError if even that is more than a CPU has free: the system would end the process without a word. A GPU's
+    own error says what it lacks.
+    """
+    again = [False, True] if checkpoint is None else [checkpoint]
+    divisors = [n for n in range(1, plan.batch_size + 1) if plan.batch_size % n == 0] if parts is None else [parts]
+    # Computing activations again costs a third more time, and parts hardly any, but on a GPU small ones are slow.
+    choices = [(again[0], divisors[0]), *((again[-1], n) for n in divisors)]
+    plans = [replace(plan, checkpoint_activations=one, accumulate=n) for one, n in choices]
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     if free is None:
-        return replace(plan, checkpoint_activations=bool(checkpoint))
+        return plans[0]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     trained = 0 if with_adapter else parameters
-
-    def needed(again: bool) -> Estimate:
-        own = replace(plan, checkpoint_activations=again)
-        return estimate(config, own, length, parameters, trained, device.type == "cuda")
-
-    chosen = needed(False).total > free / 2 if checkpoint is None else checkpoint
-    found = needed(chosen)
+    needed = [estimate(config, one, length, parameters, trained, device.type == "cuda") for one in plans]
+    for one, bytes_ in zip(plans, needed, strict=True):
+        if bytes_.total <= free / 2:
+            return one
+    found, chosen = needed[-1], plans[-1]
     if device.type == "cpu" and found.total > free:
+        rows = chosen.batch_size // chosen.accumulate
+        fewer = "" if rows == 1 else f"compute fewer than {rows} rows at a time (--batch-size, --accumulate), "
         raise ValueError(
             f"training takes about {found.total / 1e9:.1f} GB (weights and optimizer {found.weights / 1e9:.1f}, "
             f"activations {found.activations / 1e9:.1f}, logits {found.logits / 1e9:.1f}), and {free / 1e9:.1f} GB are "
-            f"free: compute fewer than {plan.batch_size // plan.accumulate} rows at a time (--batch-size, "
-            f"--accumulate), shorten rows of {length} tokens (--max-length), or train an adapter (--lora-rank)"
+            f"free: {fewer}shorten rows of {length} tokens (--max-length), or train an adapter (--lora-rank)"
         )
-    return replace(plan, checkpoint_activations=chosen)
+    return chosen
 
 
 def measure(config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_alpha: int, device: torch.device) -> str:

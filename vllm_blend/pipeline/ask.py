@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ CHAT_STYLE = PromptStyle(
     template=f"Question: {QUESTION}\nAnswer with a short phrase from the passages.",
 )
 BY_NAME = "by-name"  # the style that the file's name contains, also for a model with a chat template
-_MARK = "TheMessageSays0x6c1f93b7"
+_MARK, _ANSWER_MARK = "TheMessageSays0x6c1f93b7", "TheAnswerSays0x3e58a1d4"
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ class Asking(ABC):
     def suffix(self, question: str) -> str:
         """Return what stands after the passages."""
 
+    @abstractmethod
+    def answer(self, text: str) -> str:
+        """Return an answer as the model should write it, with what ends it."""
+
     def prompt(self, sample: Sample, passages: Sequence[SamplePassage] | None = None) -> ChunkedPrompt:
         """Return the prompt of a sample over all of its passages, in their order, or over others."""
         chosen = sample.passages if passages is None else passages
@@ -95,6 +99,9 @@ class ByStyle(Asking):
 
     def suffix(self, question: str) -> str:
         return self.style.suffix(question)
+
+    def answer(self, text: str) -> str:
+        return f" {text}\n"
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,25 @@ class ByChatTemplate(Asking):
 
     def suffix(self, question: str) -> str:
         return self.style.suffix(question).strip() + self.tail
+
+    def answer(self, text: str) -> str:
+        before, after = self._around_answer
+        return f"{before}{text}{after}"
+
+    @cached_property
+    def _around_answer(self) -> tuple[str, str]:
+        """Return what the template writes between the generation prompt and an answer, and the end of its turn: a new
+        line, which ends answers too, if it has none of its own."""
+        said = replace(self.template, options=self.template.options | {"add_generation_prompt": False})
+        try:
+            text = said.render([_message("user", _MARK), _message("assistant", _ANSWER_MARK)])
+        except TEMPLATE_ERRORS:
+            return "", "\n"
+        between = between_marks(text, [_MARK, _ANSWER_MARK])
+        if between is None:
+            return "", "\n"
+        _, before, after = between
+        return before.removeprefix(self.tail) if before.startswith(self.tail) else "", after.strip() or "\n"
 
     def prompt(self, sample: Sample, passages: Sequence[SamplePassage] | None = None) -> ChunkedPrompt:
         """Return the prompt. Raises ValueError if the template changes the text of the message."""

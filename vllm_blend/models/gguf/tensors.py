@@ -11,6 +11,7 @@ import torch
 from vllm_blend.checks import closest, is_whole
 from vllm_blend.models.gguf.families import GGUF_FAMILIES, MIXTRAL, GGUFFamily
 from vllm_blend.models.gguf.header import GGUFHeader, TensorPlace
+from vllm_blend.models.gguf.names import conversion
 from vllm_blend.ops.fp8 import QuantizedRows
 
 IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # the config has them
@@ -104,8 +105,7 @@ def family_of(header: GGUFHeader) -> GGUFFamily:
         raise ValueError(
             f"{header.path}: general.architecture is {name!r}{hint}; of GGUF files {', '.join(GGUF_FAMILIES.names())} "
             "are read. Give the directory of the same model in safetensors, or convert the file if transformers knows "
-            f"it: AutoModelForCausalLM.from_pretrained({str(header.path.parent)!r}, gguf_file={header.path.name!r})"
-            ".save_pretrained(new_path)"
+            f"it: {conversion(repr(str(header.path.parent)), repr(header.path.name))}"
         )
     is_mixture = name == MIXTRAL.name and header.metadata.get(f"{name}.expert_count") not in (None, 0)
     return MIXTRAL if is_mixture else GGUF_FAMILIES[name]
