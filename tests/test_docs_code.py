@@ -32,6 +32,7 @@ PRINTED = {
 # Blocks that other tests run, or that cannot run as they stand.
 ELSEWHERE = {
     ("README.md", "python"): "tests/test_readme.py",
+    ("models.md", "python"): "tests/models/test_gguf.py",
     ("operations.md", "python"): "tests/test_docs.py",
     ("operations.md", "yaml"): "tests/test_docs.py",
     ("store_format.md", "python"): "tests/test_docs.py",

@@ -100,11 +100,13 @@ activations leave float16's range; on a CPU it is bfloat16 if the processor mult
 bits, and float32 otherwise. Metadata that would change the model and are not supported are refused by name.
 `transformers` may know what is refused here, and `vllm-blend finetune` trains no GGUF files. To convert one:
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    whole = GgufConfig(dequantize=True)
-    AutoModelForCausalLM.from_pretrained(path, gguf_file=name, quantization_config=whole).save_pretrained(new_path)
-    AutoTokenizer.from_pretrained(path, gguf_file=name).save_pretrained(new_path)
+whole = GgufConfig(dequantize=True)
+AutoModelForCausalLM.from_pretrained(path, gguf_file=name, quantization_config=whole).save_pretrained(new_path)
+AutoTokenizer.from_pretrained(path, gguf_file=name).save_pretrained(new_path)
+```
 
 **The tokenizer** is byte-level BPE or SentencePiece, and gives the ids of the model's published `tokenizer.json`.
 Text is split by the name of the file's pre-tokenizer (`tokenizer.ggml.pre`); an unknown name is refused. The ids differ

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
+from tests.checkout import ROOT
 from tests.distributed.ranks import CPU, on_ranks
 from tests.engine.engines import greedy, new_llm, run, tokens_of
 from tests.engine.tiny_tokenizers import byte_level
 from tests.models.gguf_files import BF16, F16, F32, Q4_0, Q8_0, TRAITS, arrays_of, gguf_model, write_gguf
-from tests.models.gguf_vocabularies import entries_of, write_vocabulary
+from tests.models.gguf_vocabularies import TEXTS, byte_level_entries, entries_of, write_vocabulary
 from tests.models.tiny import CONTEXT, PagedRunner, hf_logits, load_tiny, prompt
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.gguf.families import GGUF_FAMILIES
 from vllm_blend.models.gguf.names import conversion
+from vllm_blend.models.gguf.tokenizer import load_gguf_tokenizer
 from vllm_blend.models.loader import load_hf_config, load_model
 
 pytestmark = pytest.mark.cpu_only
@@ -56,11 +59,19 @@ def test_logits_are_those_of_transformers(family: str, kind: gguf.GGMLQuantizati
     torch.testing.assert_close(ours(path), expected, rtol=1e-4, atol=2e-4)
 
 
-def test_a_file_can_be_converted_as_errors_say(tmp_path: Path) -> None:
-    path = Path(write_gguf(tmp_path / "model.gguf", "llama", gguf_model("llama"), Q8_0))
-    known = {"AutoModelForCausalLM": AutoModelForCausalLM, "GgufConfig": GgufConfig, "new_path": tmp_path / "new"}
+def test_a_file_can_be_converted_as_errors_and_docs_say(tmp_path: Path) -> None:
+    vocabulary = byte_level_entries("llama-bpe", **{"ggml.add_bos_token": True})
+    model = gguf_model("llama", vocab_size=len(vocabulary["/tokenizer.ggml.tokens"]))
+    path = Path(write_gguf(tmp_path / "model.gguf", "llama", model, Q8_0, vocabulary=vocabulary))
+    known = {"AutoModelForCausalLM": AutoModelForCausalLM, "GgufConfig": GgufConfig, "new_path": tmp_path / "error"}
     eval(conversion(repr(str(path.parent)), repr(path.name)), known)
-    torch.testing.assert_close(ours(str(tmp_path / "new")), ours(str(path)), rtol=1e-4, atol=2e-4)
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(block, {"path": path.parent, "name": path.name, "new_path": tmp_path / "docs"})
+    expected = ours(str(path))
+    for name in ("error", "docs"):
+        torch.testing.assert_close(ours(str(tmp_path / name)), expected, rtol=1e-4, atol=2e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "docs")
+    assert tokenizer.encode(TEXTS[0]) == load_gguf_tokenizer(path).encode(TEXTS[0])
 
 
 def k_quantized(kind: str, rows: int, seed: int = 3) -> np.ndarray:
