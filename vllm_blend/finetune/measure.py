@@ -25,6 +25,7 @@ from vllm_blend.kv_store.host_memory import available_bytes
 
 CHUNKS, ANSWER_TOKENS = 8, 32  # of each measured prompt
 LOGITS_COPIES = 5  # tensors as large as the logits: those, their logarithms, their gradients, the teacher's
+HEAD_COPIES = 3  # tensors as large as the head on a CPU: its gradient of some tokens, and AdamW's temporary ones
 SCORES_COPIES = 3  # of one layer's attention scores on a CPU, beside what is kept for the backward pass
 FLOAT, HALF = 4, 2  # bytes
 
@@ -52,6 +53,7 @@ def estimate(
     weights = trained * 4 * FLOAT
     weights += parameters * HALF if on_gpu else (parameters - trained) * FLOAT
     weights += parameters * size if whole and plan.distill else 0  # the teacher
+    weights += 0 if on_gpu or not whole else HEAD_COPIES * config.vocab_size * config.hidden_size * FLOAT
     slots = length + (0 if plan.shares is None else plan.shares.recompute_slots(length))
     rows = plan.batch_size // plan.accumulate
     hidden, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
@@ -114,6 +116,7 @@ def measure(config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_a
     """
     attention.register()
     on_gpu = device.type == "cuda"
+    before = 0 if on_gpu else _peak_of_process()
     dtype = torch.bfloat16 if lora_rank and on_gpu else torch.float32
     model = random_model(config, dtype, device)
     adapter = Adapter(model, lora_rank, lora_alpha) if lora_rank else None
@@ -134,7 +137,7 @@ def measure(config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_a
     train(model, pools, iter([rows]), replace(plan, log_steps=1), Surroundings(seen.append), teacher)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     parameters = sum(p.numel() for p in model.parameters())
-    return _report(config, plan, length, parameters, trained, [p.seconds for p in seen], on_gpu)
+    return _report(config, plan, length, parameters, trained, [p.seconds for p in seen], on_gpu, before)
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -155,6 +158,11 @@ def random_row(length: int, vocabulary: int, seed: int) -> Row:
     return Row([rng.randrange(vocabulary) for _ in range(length)], weights[-length:], numbers)
 
 
+def _peak_of_process() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def _report(
     config: Any,
     plan: TrainingPlan,
@@ -163,14 +171,14 @@ def _report(
     trained: int,
     ends: Sequence[float],
     on_gpu: bool,
+    before: int,
 ) -> str:
     steps = [after - before for before, after in pairwise(ends)]
     seconds = median(steps[1:] or steps or ends)
     if on_gpu:
         peak, of = torch.cuda.max_memory_allocated(), "allocated on the GPU"
     else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak, of = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "of this process"
+        peak, of = _peak_of_process() - before, f"of this process, beside {before / 1e9:.1f} GB of the program itself"
     guess = estimate(config, plan, length, parameters, trained, on_gpu)
     tokens = plan.batch_size * length
     return "\n".join(
