@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_blend.layers.experts import Experts
 from vllm_blend.layers.linear import Linear
 from vllm_blend.models.causal_lm import CausalLM
 
@@ -56,7 +57,7 @@ class Probe:
 
 def _num_weights(module: nn.Module) -> int:
     """Count the weights of the matrices: norms and biases cost nothing beside them."""
-    layers = [each for each in module.modules() if isinstance(each, Linear)]
+    layers = [each for each in module.modules() if isinstance(each, Linear | Experts)]
     own = {id(parameter) for layer in layers for parameter in layer.parameters()}
     others = (parameter for parameter in module.parameters() if id(parameter) not in own)
     return sum(layer.num_weights for layer in layers) + sum(each.numel() for each in others if each.dim() > 1)
