@@ -26,7 +26,12 @@ ABI_VERSION = 6  # VB_ABI_VERSION of the header that the signatures below were w
 LIBRARY = Path(__file__).resolve().parent.parent / "libvllm_blend_cpu.so"
 DISABLE_VARIABLE = "VLLM_BLEND_DISABLE_KERNELS"
 ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"
-BUILD_HINT = "build them with `pip install -e .` or `python setup.py build_ext --inplace` in the checkout"
+BUILD_HINT = (
+    "build them with `pip install -e .` or `python setup.py build_ext --inplace` in the checkout"
+    if (LIBRARY.parents[1] / "setup.py").is_file()
+    else "they come with a wheel that was made where there is a C++ compiler; or install g++ or clang++ here, and the "
+    "package again with --force-reinstall --no-deps --no-cache-dir"
+)
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum vb_dtype
 CACHE_CODES = DTYPE_CODES | {E4M3: 3}  # of caches and chunks

@@ -76,7 +76,10 @@ def apply_settings(settings: Settings, assignments: Sequence[str]) -> Settings:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Run retrieval, KV caching and decoding in one process.")
     add = parser.add_argument
-    add("--config", default="configs/musique.yaml", help="YAML file of all stages (default: %(default)s)")
+    add(
+        "--config",
+        help="YAML file of all stages, such as configs/musique.yaml; without it every setting has its default",
+    )
     add_dataset_flags(parser)
     add("--model-id", help="model of the prefill and decode stages")
     add("--top-k", type=int, help="passages to retrieve, and chunks of a sample for the GPU")
