@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from tests.models.gguf_files import F16, Q4_0, Q8_0, gguf_model, write_gguf
+from tests.models.loading import needs_peak, peak_of_loading
 from tests.models.test_gguf import k_quantized
 from tests.models.tiny import CONTEXT, PagedRunner, prompt
 from vllm_blend.layers.embedding import Embedding, LMHead
@@ -110,31 +109,12 @@ def test_experts_of_which_not_all_have_a_kernel_are_dequantized(
     torch.testing.assert_close(logits(kept), logits(load(path, keeps=False)), rtol=1e-4, atol=2e-4)
 
 
-PEAK = """
-import sys
-import torch
-from vllm_blend.models.loader import load_hf_config, load_model
-
-def status(name):
-    [line] = [line for line in open("/proc/self/status") if line.startswith(name)]
-    return int(line.split()[1]) * 1024
-
-config = load_hf_config(sys.argv[1])
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")
-before = status("VmRSS")
-model = load_model(config, sys.argv[1], torch.float32, "cpu", max_position=64, keeps_int4=True)
-print(status("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux' account of a process's memory")
+@needs_peak
 def test_loading_a_mixture_takes_little_more_than_its_file(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 24, "num_hidden_layers": 2}
     path = Path(write_gguf(tmp_path / "model.gguf", "qwen3moe", gguf_model("qwen3moe", **sizes), Q4_0))
-    done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
-    size = path.stat().st_size
-    assert 20 << 20 < size < int(done.stdout) < 1.3 * size + (8 << 20)  # in float32 it would be seven times the file
+    size, peak = path.stat().st_size, peak_of_loading(path, 1 << 27)
+    assert 20 << 20 < size < peak < 1.3 * size + (8 << 20)  # in float32 it would be seven times the file
 
 
 def test_what_has_no_kernel_is_dequantized_by_name(

@@ -22,6 +22,7 @@ from tests.models.gguf_vocabularies import TEXTS, byte_level_entries, entries_of
 from tests.models.tiny import CONTEXT, PagedRunner, hf_logits, load_tiny, prompt
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.gguf.families import GGUF_FAMILIES
+from vllm_blend.models.gguf.header import read_header
 from vllm_blend.models.gguf.names import conversion
 from vllm_blend.models.gguf.tokenizer import load_gguf_tokenizer
 from vllm_blend.models.loader import load_hf_config, load_model
@@ -72,6 +73,17 @@ def test_a_file_can_be_converted_as_errors_and_docs_say(tmp_path: Path) -> None:
         torch.testing.assert_close(ours(str(tmp_path / name)), expected, rtol=1e-4, atol=2e-4)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "docs")
     assert tokenizer.encode(TEXTS[0]) == load_gguf_tokenizer(path).encode(TEXTS[0])
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    path = Path(write_gguf(tmp_path / "model.gguf", "llama", gguf_model("llama")))
+    first = read_header(path)
+    assert read_header(path) is first  # a vocabulary takes a while to pass over
+    write_gguf(path, "llama", gguf_model("llama", num_hidden_layers=2))
+    assert len(read_header(path).tensors) < len(first.tensors)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        read_header(path)
 
 
 def k_quantized(kind: str, rows: int, seed: int = 3) -> np.ndarray:
