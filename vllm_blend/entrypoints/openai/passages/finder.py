@@ -1,23 +1,24 @@
 """Finds passages in plain text that a tenant has sent before, by what they say.
 
-A passage is known once it has been seen, or registered. What a prompt has in common with an earlier one from its very
-beginning is left to the prefix cache, which is exact, where that covers more than known passages do. Everything is
-kept by tenant (the salt of its requests): nothing that one tenant sends changes what is found for another.
+A passage is known once it has been seen, or registered, wherever it stands: a piece of a text, or a run of characters
+that a piece has in common with an earlier one. What of a prompt is not known yet is remembered. What a prompt has in
+common with an earlier one from its very beginning is left to the prefix cache, which is exact, where that covers more
+than known passages do. Everything is kept by tenant (the salt of its requests): nothing that one tenant sends changes
+what is found for another.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter, OrderedDict
+from bisect import bisect_right, insort
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
 
-from vllm_blend.entrypoints.openai.passages.text_pieces import Span, TextPiece, split_text
-
-T = TypeVar("T")
+from vllm_blend.entrypoints.openai.passages.anchors import AnchoredText, Comparison, Span, TextIndex
+from vllm_blend.entrypoints.openai.passages.text_pieces import TextPiece
 
 MAX_PIECES = 8192  # of a prompt: one that has more is not looked at
 BLEND_COST = 1 / 3  # of computing the passages in full: the share that is computed again, and what encoding costs
@@ -25,14 +26,17 @@ _MOVED = b""  # in place of what stands before a passage that has stood behind d
 _FIRST = b"system"  # in place of what stands before the first piece of a system prompt: dates and tools may change
 _FIXED_AFTER = 4  # times that a piece stood in one place, until it counts as part of a fixed beginning
 _MAX_LINES = 32  # of the first piece: an instruction may end in one of them, and a passage follow without a blank line
+_PART, _SEEN, _USED = range(3)  # a text that is no passage as a whole; one that is; one that has been a chunk
+_RUN = 2  # times as long as other passages are those that are cut out of a piece at least
+_ENTRY = 256  # characters that take as much memory as an entry
 
 
 @dataclass(frozen=True)
 class TextSection:
     """Pieces of one text of a prompt, a message or a part of one, with their places in the whole prompt. The last
-    `num_kept` of them are no passages: they hold the question. Nor are the first `num_fixed`, if they stand at the
-    beginning of the prompt and nowhere else: they are what a system prompt begins with. The pieces of a text that is to
-    be stored are one passage together, which counts as known."""
+    `num_kept` of them hold the question: their last two lines are no passages. Nor are the first `num_fixed`, if they
+    stand at the beginning of the prompt and nowhere else: they are what a system prompt begins with. The pieces of a
+    text that is to be stored are one passage together, which counts as known."""
 
     pieces: Sequence[TextPiece]
     num_kept: int = 0
@@ -56,53 +60,92 @@ class FoundPassages:
 
 @dataclass
 class _Tenant:
-    """What has been seen lately. `seen`: a text -> what stood before it, and how often. `prefixes`: the beginnings of
-    prompts that were computed without chunks."""
+    """What has been seen lately. `seen`: a text -> what stood before it, how often, and what it is. `prefixes`: the
+    beginnings of prompts that were computed without chunks. `young` and `old` have the texts themselves; when `young`
+    is full it becomes the old one, whose texts move on when they are used."""
 
-    seen: OrderedDict[bytes, tuple[bytes, int]] = field(default_factory=OrderedDict)
+    seen: OrderedDict[bytes, tuple[bytes, int, int]] = field(default_factory=OrderedDict)
     prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    young: TextIndex = field(default_factory=TextIndex)
+    old: TextIndex = field(default_factory=TextIndex)
 
     @property
     def size(self) -> int:
-        return len(self.seen) + len(self.prefixes)
+        characters = len(self.young.data) + len(self.old.data)
+        return len(self.seen) + len(self.prefixes) + characters // _ENTRY
 
-    def remember(self, text: bytes, before: bytes) -> None:
-        last, count = self.seen.get(text, (before, 0))
-        self.seen[text] = (before if last == before else _MOVED, count + 1)
+    def remember(self, text: bytes, before: bytes, kind: int) -> None:
+        last, count, was = self.seen.get(text, (before, 0, _PART))
+        self.seen[text] = (before if last == before else _MOVED, count + 1, max(was, kind))
         self.seen.move_to_end(text)
+
+    def is_passage(self, text: bytes) -> bool:
+        return self.seen.get(text, (_MOVED, 0, _PART))[2] != _PART
+
+    def break_up(self, text: bytes) -> None:
+        """Take a text for no passage as a whole, unless it has been a chunk."""
+        before, count, kind = self.seen.get(text, (_MOVED, 0, _PART))
+        if kind == _SEEN:
+            self.seen[text] = (before, count, _PART)
+
+    def trim(self, max_passages: int, max_characters: int, max_prefixes: int) -> None:
+        """Forget the oldest of what is too much."""
+        if 2 * len(self.young.names) > max_passages or 2 * len(self.young.data) > max_characters:
+            self.young, self.old = TextIndex(), self.young
+        while len(self.seen) > max_passages:
+            self.seen.popitem(last=False)
+        while len(self.prefixes) > max_prefixes:
+            self.prefixes.popitem(last=False)
 
 
 @dataclass
 class _Registered:
-    """Passages that are known until they are forgotten as often. `lengths`: by their first piece."""
+    """Passages that are known until they are forgotten as often."""
 
-    texts: Counter[bytes] = field(default_factory=Counter)
-    lengths: dict[bytes, Counter[int]] = field(default_factory=dict)
+    counts: Counter[bytes] = field(default_factory=Counter)
+    texts: TextIndex = field(default_factory=TextIndex)
+
+    def forget(self, name: bytes) -> None:
+        self.counts[name] -= 1
+        if not self.counts[name]:
+            del self.counts[name]
+            self.texts.forget(name)
+            if 2 * self.texts.num_forgotten > len(self.texts.data):
+                self.texts = self.texts.compacted()
 
 
 class PassageFinder:
     """Knows the passages of every tenant. Any thread may use it.
 
-    Pieces of fewer than `min_characters` are no passages. At most `max_passages` are remembered for a tenant and eight
-    times as many for all, the latest; an entry takes about 300 bytes. At most `max_prefixes` beginnings of prompts are
-    taken to be in the prefix cache. With `detects=False` only what a request names is a passage.
+    Passages have `min_characters`, and runs that are cut out of a longer piece twice as many. At most `max_passages`
+    and `max_characters` are remembered for a tenant and four times as much for all, the latest; a passage takes about
+    500 bytes, and a character 2 to 3. At most `max_prefixes` beginnings of prompts are taken to be in the prefix cache.
+    With `detects=False` only what a request names is a passage.
     """
 
     def __init__(
-        self, detects: bool = True, min_characters: int = 64, max_passages: int = 32768, max_prefixes: int = 1024
+        self,
+        detects: bool = True,
+        min_characters: int = 64,
+        max_passages: int = 32768,
+        max_characters: int = 1 << 25,
+        max_prefixes: int = 4096,
     ) -> None:
-        for name, value in (("min_characters", min_characters), ("max_passages", max_passages)):
+        given = {"min_characters": min_characters, "max_passages": max_passages, "max_characters": max_characters}
+        for name, value in given.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.detects, self.min_characters = detects, min_characters
-        self.max_passages, self.max_total, self.max_prefixes = max_passages, 8 * max_passages, max_prefixes
+        self.max_passages, self.max_characters, self.max_prefixes = max_passages, max_characters, max_prefixes
+        self.max_total = 4 * (max_passages + max_prefixes + max_characters // _ENTRY)
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._registered: dict[str, _Registered] = {}
         self._size = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Return how many entries are remembered for all tenants, without registered passages."""
+        """Return how much is remembered of all tenants, without registered passages: entries, of which as many
+        characters as take their memory count as one."""
         return self._size
 
     def find(self, whole: str, sections: Sequence[TextSection], salt: str | None, names_some: bool) -> FoundPassages:
@@ -114,12 +157,12 @@ class PassageFinder:
             sections = [section for section in sections if section.is_stored]
         if not 0 < sum(len(section.pieces) for section in sections) <= MAX_PIECES:
             return FoundPassages()
-        name = _name(salt)
+        name, text = _name(salt), AnchoredText(whole)
         with self._lock:
             tenant = self._tenant(name)
             before = tenant.size
             registered = self._registered.get(name, _Registered())
-            found = _Search(tenant, registered, self.min_characters, whole).run(sections, names_some)
+            found = _Search(tenant, registered, self.min_characters, text).run(sections, names_some)
             self._trim(tenant, before)
         return found
 
@@ -131,35 +174,38 @@ class PassageFinder:
             tenant = self._tenant(_name(salt))
             before = tenant.size
             for passage in passages:
-                tenant.remember(_digest(passage.strip()), _MOVED)
+                text = AnchoredText(passage.strip())
+                name = _digest(text.data)
+                tenant.remember(name, _MOVED, _USED)
+                tenant.young.add(text, [((0, len(text.data)), name)])
             self._trim(tenant, before)
 
     def register(self, passage: str, salt: str | None) -> None:
         """Know a passage of any length until it is forgotten as often. It has text."""
-        first, text, length = _identify(passage)
+        text = AnchoredText(passage.strip())
+        name = _digest(text.data)
         with self._lock:
             registered = self._registered.setdefault(_name(salt), _Registered())
-            registered.texts[text] += 1
-            registered.lengths.setdefault(first, Counter())[length] += 1
+            registered.counts[name] += 1
+            registered.texts.add(text, [((0, len(text.data)), name)])
 
     def forget(self, passage: str, salt: str | None) -> None:
         """Undo one `register` of a passage, and forget that it has been seen."""
-        first, text, length = _identify(passage)
-        name = _name(salt)
+        text, name = _digest(passage.strip().encode("utf-8", "surrogatepass")), _name(salt)
         with self._lock:
             registered = self._registered.get(name)
-            if registered is None or not registered.texts[text]:
+            if registered is None or not registered.counts[text]:
                 return
-            lengths = registered.lengths[first]
-            _drop_one(registered.texts, text)
-            _drop_one(lengths, length)
-            if not lengths:
-                del registered.lengths[first]
-            if not registered.texts:
+            registered.forget(text)
+            if not registered.counts:
                 del self._registered[name]
             tenant = self._tenants.get(name)
-            if tenant is not None and tenant.seen.pop(text, None) is not None:
-                self._size -= 1
+            if tenant is not None:
+                before = tenant.size
+                tenant.seen.pop(text, None)
+                tenant.young.forget(text)
+                tenant.old.forget(text)
+                self._size += tenant.size - before
 
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.setdefault(name, _Tenant())
@@ -168,41 +214,50 @@ class PassageFinder:
 
     def _trim(self, tenant: _Tenant, size_before: int) -> None:
         """Forget what is too much: the oldest of this tenant, and of those that have not been here for longest."""
-        while len(tenant.seen) > self.max_passages:
-            tenant.seen.popitem(last=False)
-        while len(tenant.prefixes) > self.max_prefixes:
-            tenant.prefixes.popitem(last=False)
+        tenant.trim(self.max_passages, self.max_characters, self.max_prefixes)
         self._size += tenant.size - size_before
         while self._size > self.max_total or len(self._tenants) > self.max_passages:
             self._size -= self._tenants.popitem(last=False)[1].size
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Passage:
+    """A known passage in a prompt: its characters and its name."""
+
+    start: int
+    stop: int
+    name: bytes
+    is_registered: bool = False
+
+
 class _Search:
     """One look through the pieces of a prompt, from left to right."""
 
-    tenant: _Tenant
-    registered: _Registered
-    min_characters: int
-    whole: str
-    fixed: int | None = None
-    cached: int = 0  # where the longest beginning ends that an earlier prompt had, too
-    known: list[Span] = field(default_factory=list)
-    ends: list[bytes] = field(default_factory=list)  # digests of the whole text up to the end of each piece
-    places: list[tuple[bytes, bytes]] = field(default_factory=list)  # of pieces: the text, and what stands before it
-    heads: list[bytes] = field(default_factory=list)  # digests of the beginnings of the first piece, line by line
-
-    def __post_init__(self) -> None:
+    def __init__(self, tenant: _Tenant, registered: _Registered, min_characters: int, text: AnchoredText) -> None:
+        self.tenant, self.registered, self.min_characters = tenant, registered, min_characters
+        self.text, self.whole = text, text.text
+        self.fixed: int | None = None
+        self.cached = 0  # where the longest beginning ends that an earlier prompt had, too
+        self.known: list[Span] = []
+        self.ends: list[bytes] = []  # digests of the whole text up to the end of each piece, and to landmarks
+        self.places: list[tuple[bytes, bytes, int]] = []  # of pieces: the text, what stands before it, and its kind
+        self.texts: list[tuple[Span, bytes]] = []  # to be found again: spans of bytes, and their names
         self._running, self._position = hashlib.blake2b(digest_size=16), 0
+        self._landmarks = deque(text.landmarks)
         self._is_leading = True
+        self._cursor = 0  # characters before it have been looked at
 
     def run(self, sections: Sequence[TextSection], names_some: bool) -> FoundPassages:
+        indexes = [each for each in (self.registered.texts, self.tenant.young, self.tenant.old) if each.names]
+        starts = (self.text.byte(piece.start) for section in sections for piece in section.pieces) if indexes else ()
+        self.comparison = Comparison(self.text, starts, indexes)
+        self._wholes = deque(self._find_wholes(sections) if indexes else ())
+        self._ends = {piece.stop: piece.end for section in sections for piece in section.pieces}
         for section in sections:
             self._look_at(section)
-        for text, before in self.places:
-            self.tenant.remember(text, before)
-        for head in self.heads:
-            self.tenant.remember(head, _MOVED)
+        for text, before, kind in self.places:
+            self.tenant.remember(text, before, kind)
+        self.tenant.young.add(self.text, sorted(self.texts))
         if not names_some and not self._is_worth_blending():
             self.known = []
         if not (self.known or names_some):
@@ -215,63 +270,147 @@ class _Search:
         """Return whether chunks spare more than the prefix cache does. That has all from the fixed beginning up to
         `cached`. A blend has the known passages of this and of the rest, and computes some of their tokens again."""
         known = sum(stop - start for start, stop in self.known)
-        inside = sum(stop - start for start, stop in self.known if stop <= self.cached)
+        inside = sum(max(0, min(stop, self.cached) - start) for start, stop in self.known)
         cached = max(0, self.cached - (self.fixed or 0))
         return known - inside > BLEND_COST * known + cached - inside
 
+    def _find_wholes(self, sections: Sequence[TextSection]) -> list[_Passage]:
+        """Return known passages that stand in the prompt as they are, whatever stands beside them. Of those that
+        overlap it is the longest."""
+        areas = [area for each in sections if (area := _area(each, self.whole)) is not None]
+        begins = [start for start, _ in areas]
+        found = []
+        for span, candidate in self.comparison.wholes():
+            name = candidate.known.names[candidate.number]
+            is_registered = candidate.known is self.registered.texts
+            start, stop = self.text.characters_within(*span)
+            section = bisect_right(begins, start) - 1
+            is_long = is_registered or (stop - start >= self.min_characters and self.tenant.is_passage(name))
+            if is_long and section >= 0 and stop <= areas[section][1]:
+                found.append(_Passage(start, stop, name, is_registered))
+        chosen: list[Span] = []
+        passages = []
+        for each in sorted(found, key=lambda each: (each.start - each.stop, not each.is_registered)):
+            at = bisect_right(chosen, (each.start, each.stop))
+            if (not at or chosen[at - 1][1] <= each.start) and (at == len(chosen) or each.stop <= chosen[at][0]):
+                insort(chosen, (each.start, each.stop))
+                passages.append(each)
+        return sorted(passages, key=lambda each: each.start)
+
     def _look_at(self, section: TextSection) -> None:
-        free, skip_to = section.free, 0
+        free = section.free
         if section.is_stored and free:
             self.known.append((free[0].start, free[-1].end))
-            skip_to, self._is_leading = free[-1].end, False
+            self._cursor, self._is_leading = free[-1].end, False
         for index, piece in enumerate(section.pieces):
-            before, end = self._digest_up_to(piece.start), self._digest_up_to(piece.stop)
-            self.ends.append(end)
-            if end in self.tenant.prefixes:
-                self.cached = piece.end
+            before = self._digest_up_to(piece.start)
+            self._mark(self._digest_up_to(piece.stop), piece.end)
             if index >= len(free):
                 self._is_leading = False
-            elif piece.start >= skip_to:
-                text = _digest(self.whole[piece.start : piece.stop])
-                if index < section.num_fixed:
-                    before = _FIRST
-                self.places.append((text, before))
-                registered = self._registered_at(free, index, text)
-                if self._is_leading and registered is None:
-                    fixed = self._end_of_fixed(piece, text, before)
-                    self.fixed = self.fixed if fixed is None else fixed
-                    if fixed == piece.end:
-                        continue
-                    if fixed is not None:  # a passage follows in the same piece
-                        piece = piece.without_beginning(self.whole, fixed)
-                        text = _digest(self.whole[piece.start : piece.stop])
-                        self.places.append((text, _MOVED))
-                self._is_leading = False
-                if registered is not None:
-                    self.known.append(registered)
-                    skip_to = registered[1]
-                elif self._is_known(piece, text):
-                    self.known.append((piece.start, piece.end))
-                else:
-                    self.known += self._known_inside(piece)
+                part = piece.before_question(self.whole)
+                if part is not None:
+                    self._look_into(part, None)
+            elif piece.start >= self._cursor:
+                self._look_into(piece, _FIRST if index < section.num_fixed else before)
+            else:
+                rest = piece.from_on(self.whole, self._cursor)
+                if rest is not None:
+                    self._look_into(rest, _MOVED)
+
+    def _look_into(self, piece: TextPiece, before: bytes | None) -> None:
+        """Look for passages in a piece, or in what stands before the question if `before` is None."""
+        text, is_question = self._name(piece.start, piece.stop), before is None
+        if before is not None and self._is_leading and not self._is_registered_at(piece, text):
+            fixed = self._end_of_fixed(piece, text, before)
+            self.fixed = self.fixed if fixed is None else fixed
+            self._cursor = piece.start if fixed is None else fixed
+            if fixed == piece.end:
+                self._remember(piece.start, piece.stop, text, before, _SEEN)
+                return
+            if fixed is not None:  # a passage follows in the same piece
+                self.places.append((text, before, _PART))
+                piece, before = piece.from_on(self.whole, fixed) or piece, _MOVED
+                text = self._name(piece.start, piece.stop)
+        self._is_leading = False
+        passages = self._passages_in(piece, text)
+        self._cursor = max(piece.stop, passages[-1].stop) if passages else piece.stop
+        for each in passages:
+            self.known.append((each.start, self._ends.get(each.stop, each.stop)))
+            self._remember(each.start, each.stop, each.name, _MOVED if each.name != text else before or _MOVED, _USED)
+        kind = _PART if is_question else _SEEN
+        if not passages:
+            self._remember(piece.start, piece.stop, text, before or _MOVED, kind)
+            return
+        if text not in [each.name for each in passages]:
+            self.places.append((text, before or _MOVED, _PART))
+        edges = [piece.start, *(edge for each in passages for edge in (each.start, each.stop)), piece.stop]
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            part = piece.between(self.whole, start, stop)
+            if part is not None and part.stop - part.start >= self.min_characters:
+                self._remember(part.start, part.stop, self._name(part.start, part.stop), _MOVED, kind)
+
+    def _passages_in(self, piece: TextPiece, text: bytes) -> list[_Passage]:
+        """Return the known passages in a piece, the last of which may reach beyond it; `text` is its own name."""
+        wholes = []
+        while self._wholes and self._wholes[0].start < piece.stop:
+            whole = self._wholes.popleft()
+            if whole.start >= self._cursor:
+                wholes.append(whole)
+        if not (wholes and wholes[-1].stop > piece.stop) and self._is_known(piece, text):
+            return [_Passage(piece.start, piece.stop, text)]
+        passages, position = [], piece.start
+        for whole in wholes:
+            passages += [*self._runs(position, whole.start), whole]
+            position = whole.stop
+        return [*passages, *self._runs(position, piece.stop)]
+
+    def _runs(self, start: int, stop: int) -> Iterator[_Passage]:
+        """Yield what characters `start` to `stop` - 1 have in common with earlier texts. One of which this is the
+        greater part is no longer a passage as a whole, unless it has been a chunk."""
+        if start >= stop:
+            return
+        span = self.text.byte(start), self.text.byte(stop)
+        for run, candidate in self.comparison.runs(*span, _RUN * self.min_characters):
+            first, last = candidate.known.span(candidate.number)
+            if 2 * (self.text.byte(run[1]) - self.text.byte(run[0])) > last - first:
+                self.tenant.break_up(candidate.known.names[candidate.number])
+            yield _Passage(*run, self._name(*run))
+
+    def _remember(self, start: int, stop: int, text: bytes, before: bytes, kind: int) -> None:
+        self.places.append((text, before, kind))
+        self.texts.append(((self.text.byte(start), self.text.byte(stop)), text))
+
+    def _name(self, start: int, stop: int) -> bytes:
+        return _digest(self.text.data[self.text.byte(start) : self.text.byte(stop)])
 
     def _digest_up_to(self, position: int) -> bytes:
         """Return the digest of the whole text up to a position, which must not be below that of the last call."""
-        self._running.update(_encode(self.whole[self._position : position]))
-        self._position = position
+        end = self.text.byte(position)
+        while self._landmarks and self._landmarks[0] < end:
+            place = self._landmarks.popleft()
+            self._running.update(self.text.data[self._position : place])
+            self._position = place
+            self._mark(self._running.digest(), self.text.characters_within(place, place)[0])
+        self._running.update(self.text.data[self._position : end])
+        self._position = end
         return self._running.digest()
+
+    def _mark(self, digest: bytes, position: int) -> None:
+        self.ends.append(digest)
+        if digest in self.tenant.prefixes:
+            self.cached = position
 
     def _end_of_fixed(self, piece: TextPiece, text: bytes, before: bytes) -> int | None:
         """Return where the part of a piece ends that has always stood at the beginning of a prompt: with the piece, or
         with the last of its lines that all prompts have which begin with its first line. None if there is none."""
-        if self.fixed is None and not piece.inner:
+        if self.fixed is None:
             ends = list(islice(_line_ends(self.whole, piece), _MAX_LINES))
             running, position, heads = hashlib.blake2b(before, digest_size=16), piece.start, []
             for end in (*ends, piece.stop):
                 running.update(_encode(self.whole[position:end]))
-                heads.append(running.copy().digest())
+                heads.append(running.digest())
                 position = end
-            self.heads += heads
+            self.places += [(head, _MOVED, _PART) for head in heads]
             counts = [self.tenant.seen.get(head, (_MOVED, 0))[1] for head in heads]
             if counts[-1] < counts[0]:
                 return ends[max(index for index, count in enumerate(counts) if count == counts[0])]
@@ -281,38 +420,28 @@ class _Search:
         """Return whether a piece at the beginning of a prompt has always stood there. The first one is taken to be an
         instruction, that of a system prompt at once; others may be passages that were not found elsewhere yet, so they
         have to stand there for longer."""
-        last, count = self.tenant.seen.get(text, (before, 0))
+        last, count, *_ = self.tenant.seen.get(text, (before, 0))
         needed = 0 if before == _FIRST else 1 if self.fixed is None else _FIXED_AFTER
         return last == before and count >= needed
 
     def _is_known(self, piece: TextPiece, text: bytes) -> bool:
-        return piece.stop - piece.start >= self.min_characters and text in self.tenant.seen
+        is_long = piece.stop - piece.start >= self.min_characters
+        return text in self.registered.counts or (is_long and self.tenant.is_passage(text))
 
-    def _registered_at(self, pieces: Sequence[TextPiece], index: int, text: bytes) -> Span | None:
-        """Return the longest registered passage that begins with a piece, whose digest is `text`, and ends with it or
-        another one."""
-        lengths = self.registered.lengths.get(text)
-        if lengths is None:
-            return None
-        start, ends = pieces[index].start, {piece.stop: piece.end for piece in pieces[index:]}
-        for length in sorted(lengths, reverse=True):
-            end = ends.get(start + length)
-            if end is not None and _digest(self.whole[start : start + length]) in self.registered.texts:
-                return start, end
+    def _is_registered_at(self, piece: TextPiece, text: bytes) -> bool:
+        starts = self._wholes[0].start <= piece.start if self._wholes and self._wholes[0].is_registered else False
+        return starts or text in self.registered.counts
+
+
+def _area(section: TextSection, whole: str) -> Span | None:
+    """Return the characters of a section from its first piece to where the question begins, None if there are none."""
+    if not section.pieces:
         return None
-
-    def _known_inside(self, piece: TextPiece) -> Iterator[Span]:
-        """Yield the known passages in an element that is not known itself."""
-        skip_to = 0
-        for index, inner in enumerate(piece.inner):
-            if inner.start >= skip_to:
-                text = _digest(self.whole[inner.start : inner.stop])
-                registered = self._registered_at(piece.inner, index, text)
-                if registered is not None:
-                    skip_to = registered[1]
-                    yield registered
-                elif self._is_known(inner, text):
-                    yield inner.start, inner.end
+    stops = [piece.stop for piece in section.free[-1:]]
+    kept = section.pieces[len(section.free) :]
+    if kept and (part := kept[0].before_question(whole)) is not None:
+        stops.append(part.stop)
+    return (section.pieces[0].start, stops[-1]) if stops else None
 
 
 def _line_ends(whole: str, piece: TextPiece) -> Iterator[int]:
@@ -323,26 +452,13 @@ def _line_ends(whole: str, piece: TextPiece) -> Iterator[int]:
         end = whole.find("\n", end, piece.stop) + 1
 
 
-def _identify(passage: str) -> tuple[bytes, bytes, int]:
-    """Return the digests of a passage's first piece and of all of it, and its length."""
-    core = passage.strip()
-    first = split_text(core)[0]
-    return _digest(core[first.start : first.stop]), _digest(core), len(core)
-
-
-def _drop_one(counts: Counter[T], key: T) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
-
-
 def _name(salt: str | None) -> str:
     """Return what a tenant is kept under: not the salt itself, which is a secret."""
     return "" if salt is None else hashlib.sha256(_encode(salt)).hexdigest()
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(_encode(text), digest_size=16).digest()
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def _encode(text: str) -> bytes:

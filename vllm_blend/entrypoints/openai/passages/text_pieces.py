@@ -1,5 +1,5 @@
 """The pieces of a text that may be passages: what stands between blank lines, in `<source>` and `<document>` elements,
-and between LMCache's separators.
+and between LMCache's separators, without a number before it, such as `[1]` or `Document 3:`.
 
 Every function here takes a time that is linear in the text's length, as clients send what they like.
 """
@@ -16,27 +16,38 @@ Span = tuple[int, int]
 _BLANK_LINE = "\n\n"
 _TAG = re.compile(r"<(/?)(source|document)\b[^<>]{0,1000}>", re.IGNORECASE)
 _SEPARATOR = re.compile(r"\r?\n[ \t]*\r?\n\s*| # # ")
+_LABEL = r"[\[({#*]{0,3}(?:\w{1,20}[ _]?)?[\[({#]{0,2}\d{1,4}[\])}:.*]{1,4}\s{1,8}"
+_LABEL_HERE = re.compile(_LABEL)
+_LABELLED_LINE = re.compile(rf"\n[ \t]{{0,8}}{_LABEL}")
+_MIN_LABELLED = 64  # characters: the items of an ordinary list are shorter
 
 
 @dataclass(frozen=True)
 class TextPiece:
     """Characters `start` to `stop` - 1, which begin and end with text. `end` is where the piece ends with the blank
-    line that follows it, if that is as usual. `inner` are the pieces of an element."""
+    line that follows it, if that is as usual."""
 
     start: int
     stop: int
     end: int
-    inner: tuple[TextPiece, ...] = ()
 
     def moved(self, offset: int) -> TextPiece:
         """Return the same piece of a text that begins at `offset` in another one."""
-        inner = tuple(piece.moved(offset) for piece in self.inner)
-        return TextPiece(self.start + offset, self.stop + offset, self.end + offset, inner)
+        return TextPiece(self.start + offset, self.stop + offset, self.end + offset)
 
-    def without_beginning(self, text: str, stop: int) -> TextPiece:
-        """Return what is left of the piece behind `stop`, from its first character that is no white space."""
-        part = text[stop : self.stop]
-        return TextPiece(stop + len(part) - len(part.lstrip()), self.stop, self.end)
+    def from_on(self, text: str, start: int) -> TextPiece | None:
+        """Return what is left of the piece from `start` on, None if that is white space."""
+        part = _piece(text, start, self.stop)
+        return None if part is None else TextPiece(part.start, self.stop, self.end)
+
+    def between(self, text: str, start: int, stop: int) -> TextPiece | None:
+        """Return what of the text stands between two places, without white space around it, None if nothing does."""
+        return _piece(text, start, stop)
+
+    def before_question(self, text: str) -> TextPiece | None:
+        """Return what stands before the last two lines of the piece, None if there is nothing."""
+        last = text.rfind("\n", self.start, self.stop)
+        return _piece(text, self.start, max(text.rfind("\n", self.start, max(last, self.start)), self.start))
 
 
 def split_text(text: str) -> list[TextPiece]:
@@ -46,11 +57,24 @@ def split_text(text: str) -> list[TextPiece]:
     for start, stop, content in _elements(text):
         pieces += _split_at_separators(text, position, start)
         element = _piece(text, *content)
-        if element is not None:
-            inner = tuple(_split_at_separators(text, *content))
-            pieces.append(TextPiece(element.start, element.stop, element.stop, inner if len(inner) > 1 else ()))
+        pieces += [] if element is None else _without_labels(text, element)
         position = stop
     return pieces + _split_at_separators(text, position, len(text))
+
+
+def _without_labels(text: str, piece: TextPiece) -> list[TextPiece]:
+    """Return a piece without the number before it, or what stands behind the numbers that begin its lines, if all that
+    is long."""
+    label = _LABEL_HERE.match(text, piece.start, piece.stop)
+    start = label.end() if label else piece.start
+    labels = list(_LABELLED_LINE.finditer(text, start, piece.stop))
+    starts, stops = [start, *(each.end() for each in labels)], [*(each.start() for each in labels), piece.stop]
+    if labels and min(stop - start for start, stop in zip(starts[1:], stops[1:], strict=True)) >= _MIN_LABELLED:
+        ends = [*stops[:-1], piece.end]
+    else:
+        starts, stops, ends = [start], [piece.stop], [piece.end]
+    parts = ((_piece(text, start, stop), end) for start, stop, end in zip(starts, stops, ends, strict=True))
+    return [TextPiece(part.start, part.stop, max(part.stop, end)) for part, end in parts if part is not None]
 
 
 def _elements(text: str) -> Iterator[tuple[int, int, Span]]:
@@ -82,10 +106,11 @@ def _split_at_separators(text: str, start: int, stop: int) -> list[TextPiece]:
         piece = _piece(text, position, separator.start())
         if piece is not None:
             is_usual = separator[0] == _BLANK_LINE and piece.stop == separator.start() and separator.end() < len(text)
-            pieces.append(TextPiece(piece.start, piece.stop, separator.end() if is_usual else piece.stop))
+            end = separator.end() if is_usual else piece.stop
+            pieces += _without_labels(text, TextPiece(piece.start, piece.stop, end))
         position = separator.end()
     last = _piece(text, position, stop)
-    return pieces if last is None else [*pieces, last]
+    return pieces if last is None else pieces + _without_labels(text, last)
 
 
 def _piece(text: str, start: int, stop: int) -> TextPiece | None:
