@@ -13,9 +13,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ WINDOW = 32  # bytes that an anchor is found by
 _HALF = WINDOW // 2  # bytes that decide whether a place is an anchor
 _SPACING = 32  # bytes from one anchor to the next, on average
 _MOST = 8  # a text with an anchor every so many bytes has none: ordinary text has a quarter of that
-_SPARSE = 32  # of so many anchors one is a landmark
 _BASE, _MIX = 0x9E3779B1, 0x85EBCA6B  # odd: nothing is lost when hashes are multiplied by them
 _EDGE = 64  # characters in which an end of a run is moved to a better place
 _MIN_SLOTS = 256
@@ -40,11 +39,17 @@ class AnchoredText:
 
     def __init__(self, text: str) -> None:
         self.text, self.data = text, text.encode("utf-8", "surrogatepass")
-        self._hashes = _hash_windows(self.data)
-        is_anchor = self._hashes[: max(0, len(self.data) - WINDOW + 1)] < (1 << 32) // _SPACING
-        if np.count_nonzero(is_anchor) * _MOST > len(self.data):
-            is_anchor[:] = False
-        self._is_anchor = is_anchor
+
+    @cached_property
+    def _hashes(self) -> Array:
+        return _hash_windows(self.data)
+
+    @cached_property
+    def _is_anchor(self) -> Array:
+        chosen: Array = self._hashes[: max(0, len(self.data) - WINDOW + 1)] < (1 << 32) // _SPACING
+        if np.count_nonzero(chosen) * _MOST > len(self.data):
+            chosen[:] = False
+        return chosen
 
     @cached_property
     def anchors(self) -> Array:
@@ -55,12 +60,6 @@ class AnchoredText:
         chosen = self._is_anchor.copy()
         chosen[[place for place in places if place < len(chosen)]] = True
         return np.flatnonzero(chosen)
-
-    @cached_property
-    def landmarks(self) -> list[int]:
-        """Some of the anchors, far from one another."""
-        chosen: list[int] = self.anchors[self._hashes[self.anchors] < (1 << 32) // _SPACING // _SPARSE].tolist()
-        return chosen
 
     def keys(self, places: Array) -> Array:
         """Return the hashes of the windows at these places."""
@@ -97,15 +96,6 @@ def _hash_windows(data: bytes) -> Array:
     hashes = pairs[:-8] * np.uint32(_BASE * _BASE % (1 << 32))
     hashes += pairs[8:]
     return hashes
-
-
-class Candidate(NamedTuple):
-    """A place of a text that is an anchor of text `number` of an index, too: that one would begin at `begin`."""
-
-    place: int
-    known: TextIndex
-    number: int
-    begin: int
 
 
 class TextIndex:
@@ -159,15 +149,15 @@ class TextIndex:
             fresh.add(text, [((0, len(text.data)), name)])
         return fresh
 
-    def look_up(self, text: AnchoredText, places: Array) -> _Found:
-        """Return the candidates at places of a text, in order."""
+    def look_up(self, text: AnchoredText, places: Array) -> tuple[_Found, Array]:
+        """Return the candidates at places of a text, in order, and the places that have none."""
         keys = text.keys(places).astype(np.uint64)
         entries = self._table[self._slots(keys)]
-        hits = np.flatnonzero((entries >> np.uint64(32) == keys) & (entries != 0))
-        stood = (entries[hits] & np.uint64(0xFFFFFFFF)).astype(np.int64) - 1
+        is_hit = (entries >> np.uint64(32) == keys) & (entries != 0)
+        found, stood = places[is_hit], (entries[is_hit] & np.uint64(0xFFFFFFFF)).astype(np.int64) - 1
         starts = np.frombuffer(self._starts, np.int64)
         numbers = np.searchsorted(starts, stood, "right") - 1
-        return _Found(self, places[hits], numbers, places[hits] - (stood - starts[numbers]))
+        return _Found(self, found, numbers, found - (stood - starts[numbers])), places[~is_hit]
 
     def _slots(self, keys: Array) -> Array:
         return (keys * np.uint64(_MIX) & np.uint64(0xFFFFFFFF)) >> np.uint64(33 - len(self._table).bit_length())
@@ -185,81 +175,89 @@ class TextIndex:
         self._table[self._slots(keys)] = (keys << np.uint64(32)) | (places + 1).astype(np.uint64)
 
 
-@dataclass(frozen=True)
 class _Found:
     """Candidates of one index, by place."""
 
-    index: TextIndex
-    places: Array
-    numbers: Array
-    begins: Array
+    def __init__(self, known: TextIndex, places: Array, numbers: Array, begins: Array) -> None:
+        self.known, self._arrays = known, (places, numbers, begins)
+
+    def __bool__(self) -> bool:
+        return len(self._arrays[0]) > 0
 
     @cached_property
-    def listed(self) -> tuple[list[int], list[int], list[int]]:
-        return self.places.tolist(), self.numbers.tolist(), self.begins.tolist()
+    def _all(self) -> list[list[int]]:
+        return [each.tolist() for each in self._arrays]
 
-    def alignments(self) -> Iterator[Candidate]:
-        """Yield one candidate of all neighbours that are of one text at one place."""
-        if not len(self.places):
-            return
-        changes = (np.diff(self.numbers) != 0) | (np.diff(self.begins) != 0)
-        for at in [0, *(np.flatnonzero(changes) + 1).tolist()]:
-            yield Candidate(int(self.places[at]), self.index, int(self.numbers[at]), int(self.begins[at]))
+    @cached_property
+    def _changes(self) -> list[list[int]]:
+        """Those candidates whose text does not begin where that of the candidate before does."""
+        _, numbers, begins = self._arrays
+        chosen = np.append(0, np.flatnonzero((np.diff(numbers) != 0) | (np.diff(begins) != 0)) + 1)
+        return [each[chosen].tolist() for each in self._arrays]
 
-    def between(self, start: int, stop: int) -> Iterator[Candidate]:
-        places, numbers, begins = self.listed
-        for at in range(bisect_left(places, start), bisect_left(places, stop)):
-            yield Candidate(places[at], self.index, numbers[at], begins[at])
+    def between(self, start: int, stop: int, only_changes: bool = False) -> Iterator[tuple[int, int, int]]:
+        """Return the candidates within a span of bytes: a place, a text's number, and where that would begin."""
+        places, numbers, begins = self._changes if only_changes else self._all
+        chosen = slice(bisect_left(places, start), bisect_left(places, stop))
+        return zip(places[chosen], numbers[chosen], begins[chosen], strict=True)
 
 
 class Comparison:
-    """Compares a text with those of indexes, at its anchors and at other places. `spent` is what that has cost so far,
-    in bytes compared; when the text's length is used up, nothing more is found."""
+    """Compares a text with those of indexes, at its anchors and at other places. A place is looked up in an index if
+    those before it do not have it. `spent` is what that has cost so far, in bytes compared: when `limit` is used up,
+    nothing more is found."""
 
     def __init__(self, text: AnchoredText, places: Iterable[int], indexes: Sequence[TextIndex]) -> None:
         self.text, self.spent, self.limit = text, 0, 8 * len(text.data) + 64 * _COST
-        looked_at = text.anchors_and(places) if indexes else text.anchors
-        self._found = [index.look_up(text, looked_at) for index in indexes]
+        self._found = []
+        looked_at = text.anchors_and(places)
+        for index in indexes:
+            found, looked_at = index.look_up(text, looked_at)
+            self._found += [found] if found else []
 
-    def wholes(self) -> Iterator[tuple[Span, Candidate]]:
-        """Yield where whole texts stand in this one."""
-        data = self.text.data
-        for candidate in (each for found in self._found for each in found.alignments()):
-            start, stop = candidate.known.span(candidate.number)
-            begin, end = candidate.begin, candidate.begin + stop - start
-            if begin < 0 or end > len(data) or not self._pay(stop - start):
-                continue
-            if data[begin:end] == candidate.known.data[start:stop]:
-                yield (begin, end), candidate
+    def wholes(self, start: int, stop: int) -> Iterator[tuple[Span, TextIndex, int]]:
+        """Yield where whole texts stand whose first anchor here is within a span of bytes, and their numbers."""
+        data, spans = self.text.data, set()
+        for found in self._found:
+            known = found.known
+            for _, number, begin in found.between(start, stop, only_changes=True):
+                first, last = known.span(number)
+                span = begin, begin + last - first
+                if begin < 0 or span[1] > len(data) or span in spans or not self._pay(last - first):
+                    continue
+                if data[begin : span[1]] == known.data[first:last]:
+                    spans.add(span)
+                    yield span, known, number
 
-    def runs(self, start: int, stop: int, min_characters: int) -> Iterator[tuple[Span, Candidate]]:
+    def runs(self, start: int, stop: int, min_characters: int) -> Iterator[tuple[Span, TextIndex, int]]:
         """Yield the characters, from left to right, that have been in other texts, of those within a span of bytes.
         They begin and end at words, lines or sentences, if there are any nearby."""
-        candidates = [each for found in self._found for each in found.between(start, stop)]
-        for candidate in sorted(candidates, key=lambda each: each.place):
-            if candidate.place >= start and self._pay(0):
-                found = self._trimmed(self._extended(candidate, start, stop), (start, stop))
+        candidates = [(*each, found.known) for found in self._found for each in found.between(start, stop)]
+        for place, number, begin, known in sorted(candidates, key=itemgetter(0)):
+            if place >= start and self._pay(0):
+                run = self._extended(place, known, number, begin, (start, stop))
+                found = self._trimmed(run, (start, stop))
                 if found[1] - found[0] >= min_characters:
-                    yield found, candidate
+                    yield found, known, number
                     start = self.text.byte(found[1])
 
     def _pay(self, num_bytes: int) -> bool:
         self.spent += num_bytes + _COST
         return self.spent <= self.limit
 
-    def _extended(self, candidate: Candidate, start: int, stop: int) -> Span:
-        """Return the longest common run around a candidate, within a span of bytes."""
-        data, place = self.text.data, candidate.place
-        first, last = candidate.known.span(candidate.number)
-        other, stood = candidate.known.data, first + place - candidate.begin
-        after = self._common(data, other, place, stood, min(stop - place, last - stood), 1)
+    def _extended(self, place: int, known: TextIndex, number: int, begin: int, within: Span) -> Span:
+        """Return the longest common run around a place, within a span of bytes."""
+        first, last = known.span(number)
+        stood = first + place - begin
+        after = self._common(known.data, place, stood, min(within[1] - place, last - stood), 1)
         if after < WINDOW:
             return place, place
-        before = self._common(data, other, place, stood, min(place - start, stood - first), -1)
+        before = self._common(known.data, place, stood, min(place - within[0], stood - first), -1)
         return place - before, place + after
 
-    def _common(self, data: bytes, other: bytearray, place: int, stood: int, limit: int, way: int) -> int:
+    def _common(self, other: bytearray, place: int, stood: int, limit: int, way: int) -> int:
         """Return how many bytes are the same to the right of two places (`way` 1), or to the left (-1)."""
+        data = self.text.data
 
         def is_same(begin: int, end: int) -> bool:
             self.spent += end - begin

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from bisect import bisect_right, insort
-from collections import Counter, OrderedDict, deque
+from bisect import bisect_right
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 from vllm_blend.entrypoints.openai.passages.anchors import AnchoredText, Comparison, Span, TextIndex
-from vllm_blend.entrypoints.openai.passages.text_pieces import TextPiece
+from vllm_blend.entrypoints.openai.passages.text_pieces import TextPiece, piece_between
 
 MAX_PIECES = 8192  # of a prompt: one that has more is not looked at
 BLEND_COST = 1 / 3  # of computing the passages in full: the share that is computed again, and what encoding costs
@@ -28,6 +30,8 @@ _FIXED_AFTER = 4  # times that a piece stood in one place, until it counts as pa
 _MAX_LINES = 32  # of the first piece: an instruction may end in one of them, and a passage follow without a blank line
 _PART, _SEEN, _USED = range(3)  # a text that is no passage as a whole; one that is; one that has been a chunk
 _RUN = 2  # times as long as other passages are those that are cut out of a piece at least
+_MARKS = 1024  # bytes from one place in a piece to the next up to which beginnings are compared
+_NEAR = 64  # bytes
 _ENTRY = 256  # characters that take as much memory as an entry
 
 
@@ -220,8 +224,7 @@ class PassageFinder:
             self._size -= self._tenants.popitem(last=False)[1].size
 
 
-@dataclass(frozen=True)
-class _Passage:
+class _Passage(NamedTuple):
     """A known passage in a prompt: its characters and its name."""
 
     start: int
@@ -239,20 +242,16 @@ class _Search:
         self.fixed: int | None = None
         self.cached = 0  # where the longest beginning ends that an earlier prompt had, too
         self.known: list[Span] = []
-        self.ends: list[bytes] = []  # digests of the whole text up to the end of each piece, and to landmarks
+        self.beginnings: list[bytes] = []  # digests of the whole text up to the end of each piece, and to marks
         self.places: list[tuple[bytes, bytes, int]] = []  # of pieces: the text, what stands before it, and its kind
         self.texts: list[tuple[Span, bytes]] = []  # to be found again: spans of bytes, and their names
-        self._running, self._position = hashlib.blake2b(digest_size=16), 0
-        self._landmarks = deque(text.landmarks)
+        self._running, self._position, self._last = hashlib.blake2b(digest_size=16), 0, b""
         self._is_leading = True
         self._cursor = 0  # characters before it have been looked at
 
     def run(self, sections: Sequence[TextSection], names_some: bool) -> FoundPassages:
-        indexes = [each for each in (self.registered.texts, self.tenant.young, self.tenant.old) if each.names]
-        starts = (self.text.byte(piece.start) for section in sections for piece in section.pieces) if indexes else ()
-        self.comparison = Comparison(self.text, starts, indexes)
-        self._wholes = deque(self._find_wholes(sections) if indexes else ())
         self._ends = {piece.stop: piece.end for section in sections for piece in section.pieces}
+        self._starts = [piece.start for section in sections for piece in section.pieces]
         for section in sections:
             self._look_at(section)
         for text, before, kind in self.places:
@@ -261,10 +260,15 @@ class _Search:
         if not names_some and not self._is_worth_blending():
             self.known = []
         if not (self.known or names_some):
-            for end in self.ends:
-                self.tenant.prefixes[end] = None
-                self.tenant.prefixes.move_to_end(end)
+            for each in self.beginnings:
+                self.tenant.prefixes[each] = None
+                self.tenant.prefixes.move_to_end(each)
         return FoundPassages(tuple(self.known), self.fixed)
+
+    @cached_property
+    def _comparison(self) -> Comparison:
+        indexes = (self.registered.texts, self.tenant.young, self.tenant.old)
+        return Comparison(self.text, map(self.text.byte, self._starts), [each for each in indexes if each.names])
 
     def _is_worth_blending(self) -> bool:
         """Return whether chunks spare more than the prefix cache does. That has all from the fixed beginning up to
@@ -274,131 +278,130 @@ class _Search:
         cached = max(0, self.cached - (self.fixed or 0))
         return known - inside > BLEND_COST * known + cached - inside
 
-    def _find_wholes(self, sections: Sequence[TextSection]) -> list[_Passage]:
-        """Return known passages that stand in the prompt as they are, whatever stands beside them. Of those that
-        overlap it is the longest."""
-        areas = [area for each in sections if (area := _area(each, self.whole)) is not None]
-        begins = [start for start, _ in areas]
-        found = []
-        for span, candidate in self.comparison.wholes():
-            name = candidate.known.names[candidate.number]
-            is_registered = candidate.known is self.registered.texts
-            start, stop = self.text.characters_within(*span)
-            section = bisect_right(begins, start) - 1
-            is_long = is_registered or (stop - start >= self.min_characters and self.tenant.is_passage(name))
-            if is_long and section >= 0 and stop <= areas[section][1]:
-                found.append(_Passage(start, stop, name, is_registered))
-        chosen: list[Span] = []
-        passages = []
-        for each in sorted(found, key=lambda each: (each.start - each.stop, not each.is_registered)):
-            at = bisect_right(chosen, (each.start, each.stop))
-            if (not at or chosen[at - 1][1] <= each.start) and (at == len(chosen) or each.stop <= chosen[at][0]):
-                insort(chosen, (each.start, each.stop))
-                passages.append(each)
-        return sorted(passages, key=lambda each: each.start)
-
     def _look_at(self, section: TextSection) -> None:
         free = section.free
+        parts = [piece.before_question(self.whole) for piece in section.pieces[len(free) :]]
+        stops = [piece.stop for piece in (*free, *parts) if piece is not None]
+        self._cursor = max([self._cursor, *(piece.start for piece in section.pieces[:1])])
         if section.is_stored and free:
             self.known.append((free[0].start, free[-1].end))
             self._cursor, self._is_leading = free[-1].end, False
         for index, piece in enumerate(section.pieces):
-            before = self._digest_up_to(piece.start)
-            self._mark(self._digest_up_to(piece.stop), piece.end)
-            if index >= len(free):
-                self._is_leading = False
-                part = piece.before_question(self.whole)
-                if part is not None:
-                    self._look_into(part, None)
-            elif piece.start >= self._cursor:
-                self._look_into(piece, _FIRST if index < section.num_fixed else before)
-            else:
-                rest = piece.from_on(self.whole, self._cursor)
-                if rest is not None:
-                    self._look_into(rest, _MOVED)
+            before = self._before(piece.start)
+            self._mark(piece.stop, piece.end)
+            part = piece if index < len(free) else parts[index - len(free)]
+            if part is not None and part.start < self._cursor:
+                part, before = part.from_on(self.whole, self._cursor), _MOVED
+            self._is_leading &= index < len(free)
+            if part is not None:
+                self._look_into(part, _FIRST if index < section.num_fixed else before, stops[-1], index < len(free))
 
-    def _look_into(self, piece: TextPiece, before: bytes | None) -> None:
-        """Look for passages in a piece, or in what stands before the question if `before` is None."""
-        text, is_question = self._name(piece.start, piece.stop), before is None
-        if before is not None and self._is_leading and not self._is_registered_at(piece, text):
+    def _look_into(self, piece: TextPiece, before: bytes, limit: int, is_free: bool) -> None:
+        """Look for passages in a piece, or if it is not free in what stands before the question. They end at `limit` at
+        the latest."""
+        text = self._name(piece.start, piece.stop)
+        passages = self._passages_in(piece, text, limit)
+        if self._is_leading and not (passages and passages[0].start <= piece.start and passages[0].is_registered):
             fixed = self._end_of_fixed(piece, text, before)
             self.fixed = self.fixed if fixed is None else fixed
-            self._cursor = piece.start if fixed is None else fixed
             if fixed == piece.end:
                 self._remember(piece.start, piece.stop, text, before, _SEEN)
+                self._cursor = fixed
                 return
             if fixed is not None:  # a passage follows in the same piece
                 self.places.append((text, before, _PART))
+                self._cursor = fixed
                 piece, before = piece.from_on(self.whole, fixed) or piece, _MOVED
                 text = self._name(piece.start, piece.stop)
+                passages = self._passages_in(piece, text, limit)
         self._is_leading = False
-        passages = self._passages_in(piece, text)
-        self._cursor = max(piece.stop, passages[-1].stop) if passages else piece.stop
+        kind = _SEEN if is_free else _PART
+        if passages or piece.stop - piece.start >= self.min_characters:  # else a passage may begin with it
+            self._cursor = max(piece.stop, passages[-1].stop) if passages else piece.stop
         for each in passages:
             self.known.append((each.start, self._ends.get(each.stop, each.stop)))
-            self._remember(each.start, each.stop, each.name, _MOVED if each.name != text else before or _MOVED, _USED)
-        kind = _PART if is_question else _SEEN
+            self._remember(each.start, each.stop, each.name, before if each.name == text else _MOVED, _USED)
         if not passages:
-            self._remember(piece.start, piece.stop, text, before or _MOVED, kind)
-            return
-        if text not in [each.name for each in passages]:
-            self.places.append((text, before or _MOVED, _PART))
-        edges = [piece.start, *(edge for each in passages for edge in (each.start, each.stop)), piece.stop]
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            part = piece.between(self.whole, start, stop)
-            if part is not None and part.stop - part.start >= self.min_characters:
-                self._remember(part.start, part.stop, self._name(part.start, part.stop), _MOVED, kind)
+            self._remember(piece.start, piece.stop, text, before, kind)
+        elif passages[0].name != text:
+            self.places.append((text, before, _PART))
+            starts, stops = [piece.start, *(each.stop for each in passages)], [*(each.start for each in passages)]
+            for start, stop in zip(starts, [*stops, piece.stop], strict=True):
+                part = piece_between(self.whole, start, stop) if stop - start >= self.min_characters else None
+                if part is not None and part.stop - part.start >= self.min_characters:
+                    self._remember(part.start, part.stop, self._name(part.start, part.stop), _MOVED, kind)
 
-    def _passages_in(self, piece: TextPiece, text: bytes) -> list[_Passage]:
+    def _passages_in(self, piece: TextPiece, text: bytes, limit: int) -> list[_Passage]:
         """Return the known passages in a piece, the last of which may reach beyond it; `text` is its own name."""
-        wholes = []
-        while self._wholes and self._wholes[0].start < piece.stop:
-            whole = self._wholes.popleft()
-            if whole.start >= self._cursor:
-                wholes.append(whole)
-        if not (wholes and wholes[-1].stop > piece.stop) and self._is_known(piece, text):
-            return [_Passage(piece.start, piece.stop, text)]
+        is_registered = text in self.registered.counts
+        is_long = piece.stop - piece.start >= self.min_characters
+        is_known = is_registered or (is_long and self.tenant.is_passage(text))
+        wholes = self._wholes_in(piece, limit) if self.registered.counts or (is_long and not is_known) else []
+        if is_known and not (wholes and wholes[-1].is_registered and wholes[-1].stop > piece.stop):
+            return [_Passage(piece.start, piece.stop, text, is_registered)]
         passages, position = [], piece.start
         for whole in wholes:
             passages += [*self._runs(position, whole.start), whole]
             position = whole.stop
         return [*passages, *self._runs(position, piece.stop)]
 
+    def _wholes_in(self, piece: TextPiece, limit: int) -> list[_Passage]:
+        """Return known passages that stand there as they are, whatever is beside them: of those that overlap the
+        longest."""
+        found = []
+        for span, known, number in self._comparison.wholes(self.text.byte(self._cursor), self.text.byte(piece.stop)):
+            name, is_registered = known.names[number], known is self.registered.texts
+            start, stop = self.text.characters_within(*span)
+            is_long = is_registered or (stop - start >= self.min_characters and self.tenant.is_passage(name))
+            if is_long and self._cursor <= start and stop <= limit:
+                found.append(_Passage(start, stop, name, is_registered))
+        if len(found) < 2:
+            return found
+        chosen: list[_Passage] = []
+        for each in sorted(found, key=lambda each: (each.start - each.stop, not each.is_registered)):
+            at = bisect_right(chosen, each)
+            if (not at or chosen[at - 1].stop <= each.start) and (at == len(chosen) or each.stop <= chosen[at].start):
+                chosen.insert(at, each)
+        return chosen
+
     def _runs(self, start: int, stop: int) -> Iterator[_Passage]:
         """Yield what characters `start` to `stop` - 1 have in common with earlier texts. One of which this is the
         greater part is no longer a passage as a whole, unless it has been a chunk."""
-        if start >= stop:
+        if stop - start < _RUN * self.min_characters:
             return
         span = self.text.byte(start), self.text.byte(stop)
-        for run, candidate in self.comparison.runs(*span, _RUN * self.min_characters):
-            first, last = candidate.known.span(candidate.number)
+        for run, known, number in self._comparison.runs(*span, _RUN * self.min_characters):
+            first, last = known.span(number)
             if 2 * (self.text.byte(run[1]) - self.text.byte(run[0])) > last - first:
-                self.tenant.break_up(candidate.known.names[candidate.number])
+                self.tenant.break_up(known.names[number])
             yield _Passage(*run, self._name(*run))
 
     def _remember(self, start: int, stop: int, text: bytes, before: bytes, kind: int) -> None:
         self.places.append((text, before, kind))
-        self.texts.append(((self.text.byte(start), self.text.byte(stop)), text))
+        if text not in self.tenant.young.numbers:
+            self.texts.append(((self.text.byte(start), self.text.byte(stop)), text))
 
     def _name(self, start: int, stop: int) -> bytes:
         return _digest(self.text.data[self.text.byte(start) : self.text.byte(stop)])
 
-    def _digest_up_to(self, position: int) -> bytes:
-        """Return the digest of the whole text up to a position, which must not be below that of the last call."""
+    def _before(self, position: int) -> bytes:
+        """Return what stands before a position, as a name: the last digest, and what follows that."""
         end = self.text.byte(position)
-        while self._landmarks and self._landmarks[0] < end:
-            place = self._landmarks.popleft()
+        if end - self._position > _NEAR:
+            self._mark(position, position)
+        return self._last + self.text.data[self._position : end]
+
+    def _mark(self, position: int, end: int) -> None:
+        """Take the text up to a position for one of the prompt's beginnings, and other places before that, far from one
+        another. If an earlier prompt began so, its `end` is in the prefix cache."""
+        stop = self.text.byte(position)
+        for place in (*range(self._position // _MARKS * _MARKS + _MARKS, stop, _MARKS), stop):
             self._running.update(self.text.data[self._position : place])
             self._position = place
-            self._mark(self._running.digest(), self.text.characters_within(place, place)[0])
-        self._running.update(self.text.data[self._position : end])
-        self._position = end
-        return self._running.digest()
-
-    def _mark(self, digest: bytes, position: int) -> None:
-        self.ends.append(digest)
-        if digest in self.tenant.prefixes:
-            self.cached = position
+            self._last = self._running.digest()
+            self.beginnings.append(self._last)
+            if self._last in self.tenant.prefixes:
+                self.cached = end if place == stop else self.text.characters_within(place, place)[0]
 
     def _end_of_fixed(self, piece: TextPiece, text: bytes, before: bytes) -> int | None:
         """Return where the part of a piece ends that has always stood at the beginning of a prompt: with the piece, or
@@ -423,25 +426,6 @@ class _Search:
         last, count, *_ = self.tenant.seen.get(text, (before, 0))
         needed = 0 if before == _FIRST else 1 if self.fixed is None else _FIXED_AFTER
         return last == before and count >= needed
-
-    def _is_known(self, piece: TextPiece, text: bytes) -> bool:
-        is_long = piece.stop - piece.start >= self.min_characters
-        return text in self.registered.counts or (is_long and self.tenant.is_passage(text))
-
-    def _is_registered_at(self, piece: TextPiece, text: bytes) -> bool:
-        starts = self._wholes[0].start <= piece.start if self._wholes and self._wholes[0].is_registered else False
-        return starts or text in self.registered.counts
-
-
-def _area(section: TextSection, whole: str) -> Span | None:
-    """Return the characters of a section from its first piece to where the question begins, None if there are none."""
-    if not section.pieces:
-        return None
-    stops = [piece.stop for piece in section.free[-1:]]
-    kept = section.pieces[len(section.free) :]
-    if kept and (part := kept[0].before_question(whole)) is not None:
-        stops.append(part.stop)
-    return (section.pieces[0].start, stops[-1]) if stops else None
 
 
 def _line_ends(whole: str, piece: TextPiece) -> Iterator[int]:
