@@ -28,7 +28,7 @@ _HALF = WINDOW // 2  # bytes that decide whether a place is an anchor
 _SPACING = 32  # bytes from one anchor to the next, on average
 _MOST = 8  # a text with an anchor every so many bytes has none: ordinary text has a quarter of that
 _BASE, _MIX = 0x9E3779B1, 0x85EBCA6B  # odd: nothing is lost when hashes are multiplied by them
-_EDGE = 64  # characters in which an end of a run is moved to a better place
+_SENTENCE, _WORD = 24, 64  # characters by which an end of a run is moved at most, to one of a sentence or of a word
 _MIN_SLOTS = 256
 _STEP = 64  # bytes that are compared first
 _COST = 256  # of looking at a candidate, in bytes compared
@@ -242,8 +242,10 @@ class Comparison:
                     start = self.text.byte(found[1])
 
     def _pay(self, num_bytes: int) -> bool:
+        if self.spent > self.limit:
+            return False
         self.spent += num_bytes + _COST
-        return self.spent <= self.limit
+        return True
 
     def _extended(self, place: int, known: TextIndex, number: int, begin: int, within: Span) -> Span:
         """Return the longest common run around a place, within a span of bytes."""
@@ -285,10 +287,10 @@ class Comparison:
         word. Ends of the span that it is within need not be moved."""
         text, (start, stop) = self.text.text, self.text.characters_within(*run)
         if run[0] > within[0]:
-            places = range(start, min(start + _EDGE, stop))
+            places = range(start, min(start + _WORD, stop))
             start = _choose(text, places, start)
         if run[1] < within[1]:
-            places = range(stop, max(stop - _EDGE, start), -1)
+            places = range(stop, max(stop - _WORD, start), -1)
             stop = _choose(text, places, stop)
         part = text[start:stop]
         return stop - len(part.lstrip()), start + len(part.rstrip())
@@ -297,9 +299,9 @@ class Comparison:
 def _choose(text: str, places: Sequence[int], default: int) -> int:
     """Return the first place where a line or a sentence ends, or else a word."""
     words = None
-    for place in places:
+    for at, place in enumerate(places):
         before, after = text[place - 1 : place], text[place : place + 1]
-        if "\n" in (before, after) or before in "。！？" or (before in ".!?" and after.isspace()):
+        if at < _SENTENCE and ("\n" in (before, after) or before in "。！？" or (before in ".!?" and not after.isalnum())):
             return place
         if words is None and (before.isspace() or after.isspace()):
             words = place

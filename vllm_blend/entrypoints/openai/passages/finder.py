@@ -30,7 +30,7 @@ _FIXED_AFTER = 4  # times that a piece stood in one place, until it counts as pa
 _MAX_LINES = 32  # of the first piece: an instruction may end in one of them, and a passage follow without a blank line
 _PART, _SEEN, _USED = range(3)  # a text that is no passage as a whole; one that is; one that has been a chunk
 _RUN = 2  # times as long as other passages are those that are cut out of a piece at least
-_MARKS = 1024  # bytes from one place in a piece to the next up to which beginnings are compared
+_MARKS = 128  # bytes at least from one place in a piece to the next up to which beginnings are compared
 _NEAR = 64  # bytes
 _ENTRY = 256  # characters that take as much memory as an entry
 
@@ -392,13 +392,14 @@ class _Search:
         return self._last + self.text.data[self._position : end]
 
     def _mark(self, position: int, end: int) -> None:
-        """Take the text up to a position for one of the prompt's beginnings, and other places before that, far from one
-        another. If an earlier prompt began so, its `end` is in the prefix cache."""
+        """Take the text up to a position for one of the prompt's beginnings, and up to some places before that. If an
+        earlier prompt began so, its `end` is in the prefix cache."""
         stop = self.text.byte(position)
-        for place in (*range(self._position // _MARKS * _MARKS + _MARKS, stop, _MARKS), stop):
+        while self._position < stop:
+            step = max(_MARKS, 1 << max(self._position.bit_length() - 4, 0))  # an eighth of what stands before, at most
+            place = min((self._position // step + 1) * step, stop)
             self._running.update(self.text.data[self._position : place])
-            self._position = place
-            self._last = self._running.digest()
+            self._position, self._last = place, self._running.digest()
             self.beginnings.append(self._last)
             if self._last in self.tenant.prefixes:
                 self.cached = end if place == stop else self.text.characters_within(place, place)[0]
