@@ -324,12 +324,12 @@ class _Search:
         if not passages:
             self._remember(piece.start, piece.stop, text, before, kind)
         elif passages[0].name != text:
-            self.places.append((text, before, _PART))
-            starts, stops = [piece.start, *(each.stop for each in passages)], [*(each.start for each in passages)]
-            for start, stop in zip(starts, [*stops, piece.stop], strict=True):
+            start = piece.start
+            for stop, after in [*(each[:2] for each in passages), (piece.stop, piece.stop)]:
                 part = piece_between(self.whole, start, stop) if stop - start >= self.min_characters else None
                 if part is not None and part.stop - part.start >= self.min_characters:
                     self._remember(part.start, part.stop, self._name(part.start, part.stop), _MOVED, kind)
+                start = after
 
     def _passages_in(self, piece: TextPiece, text: bytes, limit: int) -> list[_Passage]:
         """Return the known passages in a piece, the last of which may reach beyond it; `text` is its own name."""
