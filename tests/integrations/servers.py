@@ -29,8 +29,8 @@ def as_prompt(question: str) -> str:
 class ServerProcess:
     """A server of the demo model that is tuned for reuse. Raises RuntimeError with its log if it does not start."""
 
-    def __init__(self, folder: Path) -> None:
-        """Start it, with its log in `folder`."""
+    def __init__(self, folder: Path, *flags: str) -> None:
+        """Start it, with its log in `folder`, and with further flags."""
         self._log = folder / "server.log"
         # A small model likes to go on with spaces, and with properties of its own.
         structured_outputs = {"disable_any_whitespace": True, "disable_additional_properties": True}
@@ -45,7 +45,7 @@ class ServerProcess:
             "--structured-outputs-config": json.dumps(structured_outputs),
         }
         arguments = [text for pair in options.items() for text in pair]
-        command = [sys.executable, "-m", "vllm_blend", "serve", REUSE_MODEL, *arguments]
+        command = [sys.executable, "-m", "vllm_blend", "serve", REUSE_MODEL, *arguments, *flags]
         with self._log.open("w") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)

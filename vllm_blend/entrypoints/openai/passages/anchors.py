@@ -301,7 +301,8 @@ def _choose(text: str, places: Sequence[int], default: int) -> int:
     words = None
     for at, place in enumerate(places):
         before, after = text[place - 1 : place], text[place : place + 1]
-        if at < _SENTENCE and ("\n" in (before, after) or before in "。！？" or (before in ".!?" and not after.isalnum())):
+        is_end = "\n" in (before, after) or before in "。！？" or (before in ".!?" and not after.isalnum())
+        if is_end and at < _SENTENCE:
             return place
         if words is None and (before.isspace() or after.isspace()):
             words = place

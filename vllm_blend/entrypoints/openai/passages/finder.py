@@ -20,7 +20,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from vllm_blend.entrypoints.openai.passages.anchors import AnchoredText, Comparison, Span, TextIndex
-from vllm_blend.entrypoints.openai.passages.text_pieces import TextPiece, piece_between
+from vllm_blend.entrypoints.openai.passages.text_pieces import TextPiece, end_of_passage, piece_between
 
 MAX_PIECES = 8192  # of a prompt: one that has more is not looked at
 BLEND_COST = 1 / 3  # of computing the passages in full: the share that is computed again, and what encoding costs
@@ -28,7 +28,8 @@ _MOVED = b""  # in place of what stands before a passage that has stood behind d
 _FIRST = b"system"  # in place of what stands before the first piece of a system prompt: dates and tools may change
 _FIXED_AFTER = 4  # times that a piece stood in one place, until it counts as part of a fixed beginning
 _MAX_LINES = 32  # of the first piece: an instruction may end in one of them, and a passage follow without a blank line
-_PART, _SEEN, _USED = range(3)  # a text that is no passage as a whole; one that is; one that has been a chunk
+# A text that is no passage as a whole; one that is; one that has been a chunk with the blank line after it; or without.
+_PART, _SEEN, _USED, _BARE = range(4)
 _RUN = 2  # times as long as other passages are those that are cut out of a piece at least
 _MARKS = 128  # bytes at least from one place in a piece to the next up to which beginnings are compared
 _NEAR = 64  # bytes
@@ -83,8 +84,8 @@ class _Tenant:
         self.seen[text] = (before if last == before else _MOVED, count + 1, max(was, kind))
         self.seen.move_to_end(text)
 
-    def is_passage(self, text: bytes) -> bool:
-        return self.seen.get(text, (_MOVED, 0, _PART))[2] != _PART
+    def kind(self, text: bytes) -> int:
+        return self.seen.get(text, (_MOVED, 0, _PART))[2]
 
     def break_up(self, text: bytes) -> None:
         """Take a text for no passage as a whole, unless it has been a chunk."""
@@ -250,7 +251,6 @@ class _Search:
         self._cursor = 0  # characters before it have been looked at
 
     def run(self, sections: Sequence[TextSection], names_some: bool) -> FoundPassages:
-        self._ends = {piece.stop: piece.end for section in sections for piece in section.pieces}
         self._starts = [piece.start for section in sections for piece in section.pieces]
         for section in sections:
             self._look_at(section)
@@ -284,14 +284,14 @@ class _Search:
         stops = [piece.stop for piece in (*free, *parts) if piece is not None]
         self._cursor = max([self._cursor, *(piece.start for piece in section.pieces[:1])])
         if section.is_stored and free:
-            self.known.append((free[0].start, free[-1].end))
-            self._cursor, self._is_leading = free[-1].end, False
+            self.known.append((free[0].start, end_of_passage(self.whole, free[-1].stop)))
+            self._cursor, self._is_leading = free[-1].stop, False
         for index, piece in enumerate(section.pieces):
             before = self._before(piece.start)
-            self._mark(piece.stop, piece.end)
+            self._mark(piece.stop)
             part = piece if index < len(free) else parts[index - len(free)]
             if part is not None and part.start < self._cursor:
-                part, before = part.from_on(self.whole, self._cursor), _MOVED
+                part, before = piece_between(self.whole, self._cursor, part.stop), _MOVED
             self._is_leading &= index < len(free)
             if part is not None:
                 self._look_into(part, _FIRST if index < section.num_fixed else before, stops[-1], index < len(free))
@@ -304,14 +304,14 @@ class _Search:
         if self._is_leading and not (passages and passages[0].start <= piece.start and passages[0].is_registered):
             fixed = self._end_of_fixed(piece, text, before)
             self.fixed = self.fixed if fixed is None else fixed
-            if fixed == piece.end:
+            rest = piece if fixed is None else piece_between(self.whole, fixed, piece.stop)
+            if rest is None:
                 self._remember(piece.start, piece.stop, text, before, _SEEN)
-                self._cursor = fixed
+                self._cursor = piece.stop
                 return
             if fixed is not None:  # a passage follows in the same piece
                 self.places.append((text, before, _PART))
-                self._cursor = fixed
-                piece, before = piece.from_on(self.whole, fixed) or piece, _MOVED
+                self._cursor, piece, before = fixed, rest, _MOVED
                 text = self._name(piece.start, piece.stop)
                 passages = self._passages_in(piece, text, limit)
         self._is_leading = False
@@ -319,8 +319,13 @@ class _Search:
         if passages or piece.stop - piece.start >= self.min_characters:  # else a passage may begin with it
             self._cursor = max(piece.stop, passages[-1].stop) if passages else piece.stop
         for each in passages:
-            self.known.append((each.start, self._ends.get(each.stop, each.stop)))
-            self._remember(each.start, each.stop, each.name, before if each.name == text else _MOVED, _USED)
+            end = end_of_passage(self.whole, each.stop)
+            if end == each.stop or self.tenant.kind(each.name) == _BARE:  # so that it has the same tokens everywhere
+                end, used = each.stop, _BARE
+            else:
+                used = _USED
+            self.known.append((each.start, end))
+            self._remember(each.start, each.stop, each.name, before if each.name == text else _MOVED, used)
         if not passages:
             self._remember(piece.start, piece.stop, text, before, kind)
         elif passages[0].name != text:
@@ -335,7 +340,7 @@ class _Search:
         """Return the known passages in a piece, the last of which may reach beyond it; `text` is its own name."""
         is_registered = text in self.registered.counts
         is_long = piece.stop - piece.start >= self.min_characters
-        is_known = is_registered or (is_long and self.tenant.is_passage(text))
+        is_known = is_registered or (is_long and self.tenant.kind(text) != _PART)
         wholes = self._wholes_in(piece, limit) if self.registered.counts or (is_long and not is_known) else []
         if is_known and not (wholes and wholes[-1].is_registered and wholes[-1].stop > piece.stop):
             return [_Passage(piece.start, piece.stop, text, is_registered)]
@@ -352,7 +357,7 @@ class _Search:
         for span, known, number in self._comparison.wholes(self.text.byte(self._cursor), self.text.byte(piece.stop)):
             name, is_registered = known.names[number], known is self.registered.texts
             start, stop = self.text.characters_within(*span)
-            is_long = is_registered or (stop - start >= self.min_characters and self.tenant.is_passage(name))
+            is_long = is_registered or (stop - start >= self.min_characters and self.tenant.kind(name) != _PART)
             if is_long and self._cursor <= start and stop <= limit:
                 found.append(_Passage(start, stop, name, is_registered))
         if len(found) < 2:
@@ -388,12 +393,12 @@ class _Search:
         """Return what stands before a position, as a name: the last digest, and what follows that."""
         end = self.text.byte(position)
         if end - self._position > _NEAR:
-            self._mark(position, position)
+            self._mark(position)
         return self._last + self.text.data[self._position : end]
 
-    def _mark(self, position: int, end: int) -> None:
+    def _mark(self, position: int) -> None:
         """Take the text up to a position for one of the prompt's beginnings, and up to some places before that. If an
-        earlier prompt began so, its `end` is in the prefix cache."""
+        earlier prompt began so, that is in the prefix cache."""
         stop = self.text.byte(position)
         while self._position < stop:
             step = max(_MARKS, 1 << max(self._position.bit_length() - 4, 0))  # an eighth of what stands before, at most
@@ -402,7 +407,7 @@ class _Search:
             self._position, self._last = place, self._running.digest()
             self.beginnings.append(self._last)
             if self._last in self.tenant.prefixes:
-                self.cached = end if place == stop else self.text.characters_within(place, place)[0]
+                self.cached = position if place == stop else self.text.characters_within(place, place)[0]
 
     def _end_of_fixed(self, piece: TextPiece, text: bytes, before: bytes) -> int | None:
         """Return where the part of a piece ends that has always stood at the beginning of a prompt: with the piece, or
@@ -418,14 +423,15 @@ class _Search:
             counts = [self.tenant.seen.get(head, (_MOVED, 0))[1] for head in heads]
             if counts[-1] < counts[0]:
                 return ends[max(index for index, count in enumerate(counts) if count == counts[0])]
-        return piece.end if self._is_fixed(text, before) else None
+        is_short = piece.stop - piece.start < self.min_characters
+        return end_of_passage(self.whole, piece.stop) if self._is_fixed(text, before, is_short) else None
 
-    def _is_fixed(self, text: bytes, before: bytes) -> bool:
+    def _is_fixed(self, text: bytes, before: bytes, is_short: bool) -> bool:
         """Return whether a piece at the beginning of a prompt has always stood there. The first one is taken to be an
-        instruction, that of a system prompt at once; others may be passages that were not found elsewhere yet, so they
-        have to stand there for longer."""
+        instruction, that of a system prompt at once; others may be passages that were not found elsewhere yet, unless
+        they are too short, so they have to stand there for longer."""
         last, count, *_ = self.tenant.seen.get(text, (before, 0))
-        needed = 0 if before == _FIRST else 1 if self.fixed is None else _FIXED_AFTER
+        needed = 0 if before == _FIRST else 1 if self.fixed is None or is_short else _FIXED_AFTER
         return last == before and count >= needed
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 Span = tuple[int, int]
 
 _BLANK_LINE = "\n\n"
+_USUAL = re.compile(rf"{_BLANK_LINE}(?=\S)")
 _TAG = re.compile(r"<(/?)(source|document)\b[^<>]{0,1000}>", re.IGNORECASE)
 _SEPARATOR = re.compile(r"\n[ \t]*\r?\n\s*")
 _SEPARATORS = re.compile(rf"{_SEPARATOR.pattern}| # # ")  # which takes ten times as long
@@ -24,21 +25,14 @@ _MIN_LABELLED = 64  # characters: the items of an ordinary list are shorter
 
 
 class TextPiece(NamedTuple):
-    """Characters `start` to `stop` - 1, which begin and end with text. `end` is where the piece ends with the blank
-    line that follows it, if that is as usual."""
+    """Characters `start` to `stop` - 1, which begin and end with text."""
 
     start: int
     stop: int
-    end: int
 
     def moved(self, offset: int) -> TextPiece:
         """Return the same piece of a text that begins at `offset` in another one."""
-        return TextPiece(self.start + offset, self.stop + offset, self.end + offset)
-
-    def from_on(self, text: str, start: int) -> TextPiece | None:
-        """Return what is left of the piece from `start` on, None if that is white space."""
-        part = piece_between(text, start, self.stop)
-        return None if part is None else TextPiece(part.start, self.stop, self.end)
+        return TextPiece(self.start + offset, self.stop + offset)
 
     def before_question(self, text: str) -> TextPiece | None:
         """Return what stands before the last two lines of the piece, None if there is nothing."""
@@ -67,11 +61,8 @@ def _without_labels(text: str, piece: TextPiece) -> list[TextPiece]:
     starts, stops = [start, *(each.end() for each in lines)], [*(each.start() for each in lines), piece.stop]
     if lines and min(map(int.__sub__, stops[1:], starts[1:])) >= _MIN_LABELLED:
         parts = [piece_between(text, *span) for span in zip(starts, stops, strict=True)]
-        pieces = [part for part in parts if part is not None]
-        return [*pieces[:-1], pieces[-1]._replace(end=piece.end)]
-    if label is None:
-        return [piece]
-    rest = piece.from_on(text, start)
+        return [part for part in parts if part is not None]
+    rest = piece if label is None else piece_between(text, start, piece.stop)
     return [] if rest is None else [rest]
 
 
@@ -104,9 +95,7 @@ def _split_at_separators(text: str, start: int, stop: int) -> list[TextPiece]:
     for separator in separators.finditer(text, start, stop):
         piece = piece_between(text, position, separator.start())
         if piece is not None:
-            is_usual = separator[0] == _BLANK_LINE and piece.stop == separator.start() and separator.end() < len(text)
-            end = separator.end() if is_usual else piece.stop
-            pieces += _without_labels(text, TextPiece(piece.start, piece.stop, end))
+            pieces += _without_labels(text, piece)
         position = separator.end()
     last = piece_between(text, position, stop)
     return pieces if last is None else pieces + _without_labels(text, last)
@@ -117,4 +106,9 @@ def piece_between(text: str, start: int, stop: int) -> TextPiece | None:
     part = text[start:stop].rstrip()
     core = part.lstrip()
     stop = start + len(part)
-    return TextPiece(stop - len(core), stop, stop) if core else None
+    return TextPiece(stop - len(core), stop) if core else None
+
+
+def end_of_passage(text: str, stop: int) -> int:
+    """Return where a passage ends whose text ends at `stop`: after the blank line that follows, if that is as usual."""
+    return stop + len(_BLANK_LINE) if _USUAL.match(text, stop) else stop
