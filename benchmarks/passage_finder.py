@@ -35,7 +35,7 @@ def make_writer(rng: Random) -> Callable[[], str]:
 
 def make_finder(passages: Sequence[str]) -> PassageFinder:
     """Return a finder that has seen all passages."""
-    limits: dict[str, Any] = {"max_passages": 4 * len(passages), "max_characters": 1 << 28}
+    limits: dict[str, Any] = {"max_passages": 4 * len(passages), "max_bytes": 1 << 28}
     known = inspect.signature(PassageFinder).parameters  # another checkout may lack one of them
     finder = PassageFinder(**{name: value for name, value in limits.items() if name in known})
     for start in range(0, len(passages), COUNT):

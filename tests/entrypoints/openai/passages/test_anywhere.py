@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_blend.entrypoints.openai.passages import finder
+from vllm_blend.entrypoints.openai.passages import search
 from vllm_blend.entrypoints.openai.passages.anchors import AnchoredText, Comparison, TextIndex
 from vllm_blend.entrypoints.openai.passages.finder import PassageFinder, TextSection
 from vllm_blend.entrypoints.openai.passages.text_pieces import split_text
@@ -136,7 +136,7 @@ def test_a_growing_prompt_is_left_to_the_prefix_cache(join: str) -> None:
 
 def test_what_is_too_much_is_forgotten() -> None:
     """The oldest texts first; those in use stay. Nothing grows beyond its limit."""
-    finder = PassageFinder(max_characters=20_000)
+    finder = PassageFinder(max_bytes=20_000)
     texts = [prose(1000 + number) for number in range(200)]
     for number, text in enumerate(texts):
         found = chunks(finder, ask(f"{PASSAGES[0]} {text}", number))
@@ -240,7 +240,7 @@ def test_cost_is_linear(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(finder, "Comparison", Noted)
+    monkeypatch.setattr(search, "Comparison", Noted)
 
     def calls(count: int) -> int:
         known, number = PassageFinder(), 0

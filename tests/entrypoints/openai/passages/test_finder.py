@@ -30,7 +30,7 @@ class Tenants(RuleBasedStateMachine):
         super().__init__()
         self.shared = PassageFinder(min_characters=4)
         self.own: dict[str | None, PassageFinder] = defaultdict(lambda: PassageFinder(min_characters=4))
-        self.small = PassageFinder(min_characters=4, max_passages=2, max_characters=300, max_prefixes=3)
+        self.small = PassageFinder(min_characters=4, max_passages=2, max_bytes=300, max_prefixes=3)
 
     @rule(text=TEXTS, salt=SALTS, names_some=st.booleans())
     def find(self, text: str, salt: str | None, names_some: bool) -> None:

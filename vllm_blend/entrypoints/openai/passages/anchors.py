@@ -29,7 +29,7 @@ _SPACING = 32  # bytes from one anchor to the next, on average
 _MOST = 8  # a text with an anchor every so many bytes has none: ordinary text has a quarter of that
 _BASE, _MIX = 0x9E3779B1, 0x85EBCA6B  # odd: nothing is lost when hashes are multiplied by them
 _SENTENCE, _WORD = 24, 64  # characters by which an end of a run is moved at most, to one of a sentence or of a word
-_MIN_SLOTS = 256
+_MIN_SLOTS = 32
 _STEP = 64  # bytes that are compared first
 _COST = 256  # of looking at a candidate, in bytes compared
 
