@@ -27,8 +27,9 @@ class PassageFinder:
     """Knows the passages of every tenant. Any thread may use it.
 
     Passages have `min_characters`, and runs that are cut out of a longer piece twice as many. At most `max_passages`
-    and `max_bytes` of text are remembered for a tenant and four times as much for all, the latest; a passage takes about
-    500 bytes, and a byte of its text 2 to 3. At most `max_prefixes` beginnings of prompts are taken to be in the prefix cache.
+    and `max_bytes` of text are remembered for a tenant, and four times as much for all, the latest; a passage takes
+    about 500 bytes, and a byte of its text 2 to 3. At most `max_prefixes` beginnings of prompts are taken to be in the
+    prefix cache.
     With `detects=False` only what a request names is a passage.
     """
 
