@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.integrations.hugging_face import ROOT
@@ -40,8 +40,14 @@ class ServerProcess:
     """A server, by default of the demo model that is tuned for reuse. Raises RuntimeError with its log if it does not
     start."""
 
-    def __init__(self, folder: Path, model: str = REUSE_MODEL, options: Mapping[str, str] = DEMO_OPTIONS) -> None:
-        """Start it, with its log in `folder`."""
+    def __init__(
+        self,
+        folder: Path,
+        model: str = REUSE_MODEL,
+        options: Mapping[str, str] = DEMO_OPTIONS,
+        flags: Sequence[str] = (),
+    ) -> None:
+        """Start it, with its log in `folder`, and with further flags."""
         self._log = folder / "server.log"
         common = {
             "--port": "0",
@@ -52,7 +58,7 @@ class ServerProcess:
         }
         options = {**common, **options}
         arguments = [text for pair in options.items() for text in pair]
-        command = [sys.executable, "-m", "vllm_blend", "serve", model, *arguments]
+        command = [sys.executable, "-m", "vllm_blend", "serve", model, *arguments, *flags]
         with self._log.open("w") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)
