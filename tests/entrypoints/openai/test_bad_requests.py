@@ -57,6 +57,14 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
         "prompt.chunks",
     ),
     (COMPLETIONS, prompt(prompt=[]), 400, "prompt is an empty list", "prompt"),
+    (COMPLETIONS, prompt(stop_token_ids=[-5]), 400, "an entry of stop_token_ids=-5 is out of range", "stop_token_ids"),
+    (
+        CHAT,
+        chat(chat_template_kwargs={"messages": []}),
+        400,
+        "chat_template_kwargs has messages",
+        "chat_template_kwargs",
+    ),
     (COMPLETIONS, prompt(prompt=[[]]), 400, "cannot be empty", None),
     (COMPLETIONS, prompt(prompt=[-1]), 400, "out of vocabulary", "prompt"),
     (COMPLETIONS, prompt(prompt=["a"] * 10_000), 400, "10000 prompts", "prompt"),
@@ -211,6 +219,28 @@ def test_other_formats_are_refused(server: TestServer) -> None:
     packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     response = server.post(COMPLETIONS, content=gzip.compress(prompt()), headers=packed)
     assert response.status_code == 415 and "not compressed" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "own", "others"),
+    [
+        (CHAT, {"messages": [USER]}, {"system": "a", "input": "a", "prompt": "a", "max_output_tokens": 5}),
+        (COMPLETIONS, {"prompt": "a"}, {"documents": ["a"], "messages": [USER], "tools": [{}]}),
+        ("/v1/messages", {"messages": [USER]}, {"documents": ["a"], "stop": "a", "seed": 3, "logit_bias": {"1": 2.0}}),
+        ("/v1/responses", {"input": "a"}, {"messages": [USER], "max_tokens": 5, "logit_bias": {"1": 2.0}, "n": 2}),
+    ],
+)
+def test_what_another_endpoint_would_heed_is_not_ignored(
+    server: TestServer, path: str, own: dict[str, Any], others: dict[str, Any]
+) -> None:
+    limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 1}
+    for name, value in others.items():
+        response = server.post(path, json=own | limit | {name: value})
+        assert response.status_code == 400, name
+        assert f"{name} is a field of /v1/" in response.json()["error"]["message"]
+        assert f"{path} does not have it" in response.json()["error"]["message"]
+    nothing = {name: type(value)() for name, value in others.items()} | {"n": 1}
+    assert server.post(path, json=own | limit | nothing).status_code == 200
 
 
 def test_unknown_fields_are_ignored(server: TestServer, caplog: pytest.LogCaptureFixture) -> None:
