@@ -25,9 +25,9 @@ def prompt(**fields: Any) -> bytes:
     return json.dumps({"prompt": "a", "max_tokens": 1} | fields).encode()
 
 
-def called_with(arguments: Any) -> bytes:
+def called_with(arguments: Any, times: int = 1) -> bytes:
     """A conversation in which a function was called with these arguments."""
-    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}] * times
     return chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": calls}])
 
 
@@ -104,7 +104,8 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     (COMPLETIONS, prompt(stream=True, n=0), 400, "n=0", "n"),
     (CHAT, chat(messages=[]), 400, "messages is an empty list", "messages"),
     (CHAT, chat(messages=[USER] * 1025), 400, "the conversation has 1025 messages", "messages"),
-    (CHAT, chat(documents=["a"] * 1024), 400, "the conversation has 1025 messages, parts and documents", "messages"),
+    (CHAT, chat(documents=["a"] * 1024), 400, "has 1025 messages, parts, tool calls and documents", "messages"),
+    (CHAT, called_with("{}", 1024), 400, "has 1026 messages, parts, tool calls and documents", "messages"),
     (CHAT, chat(messages="a"), 400, "messages is 'a'", "messages"),
     (CHAT, chat(messages=[5]), 400, "messages[0] is 5", "messages[0]"),
     (CHAT, chat(messages=[{"role": "user"}]), 400, "messages[0] has no content", "messages"),

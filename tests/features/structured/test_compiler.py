@@ -80,6 +80,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"choice": ["\ud800"]}, r"structured_outputs.choice\[0\] has half of a character"),
         ({"whitespace_pattern": "(", "json": "{}"}, "structured_outputs.json is refused: "),
         ({"structural_tag": {"structures": []}}, "structured_outputs.structural_tag lacks structures"),
+        ({"structural_tag": {"structures": [{}] * 1025, "triggers": ["<"]}}, "has 1025 structures: give at most 1024"),
+        ({"structural_tag": {"structures": [{}], "triggers": ["<"] * 1025}}, "has 1025 triggers: give at most 1024"),
         ({"structural_tag": {"structures": [{}], "triggers": ["<"]}}, r"structures\[0\] must have begin"),
         (
             {"structural_tag": {"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["["]}},

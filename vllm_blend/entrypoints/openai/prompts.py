@@ -68,11 +68,11 @@ def parse_chat_prompt(
 ) -> ParsedPrompt:
     """Return a conversation as token ids. Raises ValueError, TypeError, or APIError if it is too long for the model."""
     engine = server.engine
-    num_texts = sum(max(1, len(message.texts)) for message in messages) + len(documents or ())
+    num_texts = sum(max(1, len(message.texts)) + _num_calls(message) for message in messages) + len(documents or ())
     if num_texts > engine.max_model_len:  # each has a token at least; and rendering them takes its time
         raise bad_request(
             f"This model's maximum context length is {engine.max_model_len} tokens, but the conversation has "
-            f"{num_texts} messages, parts and documents: shorten it",
+            f"{num_texts} messages, parts, tool calls and documents: shorten it",
             "messages",
             "context_length_exceeded",
         )
@@ -88,6 +88,11 @@ def parse_chat_prompt(
         engine.config.blend.enable_blending,
         engine.config.model.trusted_chunks,
     )
+
+
+def _num_calls(message: Message) -> int:
+    calls = message.fields.get("tool_calls")
+    return len(calls) if isinstance(calls, list) else 0
 
 
 def make_template(
