@@ -57,6 +57,7 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
         "prompt.chunks",
     ),
     (COMPLETIONS, prompt(prompt=[]), 400, "prompt is an empty list", "prompt"),
+    (CHAT, chat(chat_template_kwargs={"documents": ["a"]}), 400, "give documents", "chat_template_kwargs"),
     (COMPLETIONS, prompt(stop_token_ids=[-5]), 400, "an entry of stop_token_ids=-5 is out of range", "stop_token_ids"),
     (
         CHAT,
