@@ -89,7 +89,7 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     (COMPLETIONS, prompt(stop=[1]), 400, "stop[0] is 1", "stop[0]"),
     (COMPLETIONS, prompt(stop=["a"] * 1025), 400, "at most 1024 items, not 1025", "stop"),
     (COMPLETIONS, prompt(bad_words=["a"] * 1025), 400, "at most 1024 items", "bad_words"),
-    (COMPLETIONS, prompt(logit_bias={"x": 1}), 400, "logit_bias", None),
+    (COMPLETIONS, prompt(logit_bias={"x": 1}), 400, "a key of logit_bias='x'", "logit_bias"),
     (COMPLETIONS, prompt(logit_bias={"5": 10**400}), 400, "is out of range", "logit_bias"),
     (COMPLETIONS, prompt(top_k=2**63), 400, "top_k=9223372036854775808 is out of range", "top_k"),
     (COMPLETIONS, prompt(max_cache_tokens=2**64), 400, "has more than 64 bits", None),

@@ -30,7 +30,7 @@ _TYPES = {
 _ENGINE_ERRORS = (QueueFullError, DeadlineError, EngineDeadError)
 _BRANCHES = frozenset(("str", "int", "float", "bool", "dict", "list", "none"))
 _FIELD = re.compile(
-    r"^(?:an entry of )?([a-z_]+)(?:\[[^\]]*\]|\.[a-z_]+)*(?:=|: | is | must | has | holds | names | needs )"
+    r"^(?:an entry of |a key of )?([a-z_]+)(?:\[[^\]]*\]|\.[a-z_]+)*(?:=|: | is | must | has | holds | names | needs )"
 )
 
 
