@@ -20,6 +20,7 @@ from vllm_blend.features.structured.compiler import GrammarCompiler
 from vllm_blend.features.structured.config import StructuredOutputsConfig
 from vllm_blend.features.structured.extension import StructuredOutputs
 from vllm_blend.features.structured.grammar import grammar_text
+from vllm_blend.features.structured.trial import NICENESS
 from vllm_blend.features.structured.vocabulary import Vocabulary
 
 Params = StructuredOutputsParams
@@ -151,6 +152,8 @@ def test_a_process_that_ends_is_started_again(compiler: GrammarCompiler) -> None
     [trial] = compiler._idle
     ended = trial._process
     assert ended is not None
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, ended.pid) == min(19, own + NICENESS)  # steps go before
     os.kill(ended.pid, signal.SIGKILL)
     ended.wait()
     compiler.matcher(Params(regex="second"))

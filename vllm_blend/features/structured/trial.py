@@ -6,6 +6,7 @@ answers each with {"grammar": text as `compile_grammar` takes it, "error": what 
 """
 
 import json
+import os
 import random
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 STACK_BYTES = 2 << 20  # no more than any thread of an engine has: a grammar that is deeper than this is not for them
 MEMORY_BYTES = 6 << 30
+NICENESS = 5  # steps of the engine go before: it gets a third of what they get of a core
 NOTHING = "no text has this form"
 # What the library says of some grammars, in words that mean something to those who wrote them.
 REWORDED = {
@@ -70,6 +72,7 @@ def main() -> None:
     """Answer lines until there are no more."""
     import llguidance
 
+    os.nice(NICENESS)
     if sys.platform == "linux":
         import resource
 
