@@ -17,6 +17,7 @@ from vllm_blend.layers.linear import Linear
 from vllm_blend.models.loader import load_hf_config, load_model
 from vllm_blend.ops import bindings
 from vllm_blend.ops.blocks import KERNEL_ROWS
+from vllm_blend.quality.probe import Probe
 
 pytestmark = pytest.mark.cpu_only
 CPU = torch.device("cpu")
@@ -41,11 +42,13 @@ def quantized_layers(model: Any) -> list[Any]:
 def test_logits_are_those_of_the_dequantized_model(family: str, tied: bool, kind: Any, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", family, gguf_model(family, tie_word_embeddings=tied), kind)
     kept, dequantized = load(path), load(path, keeps=False)
+    probes = [Probe(kept), Probe(dequantized)]
     expected = logits(dequantized)
     assert expected.std() > 0.3
     torch.testing.assert_close(logits(kept), expected, rtol=1e-4, atol=2e-4)
     assert all(layer.blocks is not None and layer.weight.numel() == 0 for layer in quantized_layers(kept))
     assert all(layer.blocks is None for layer in quantized_layers(dequantized))
+    assert probes[0].token_layers == pytest.approx(probes[1].token_layers) and probes[0].token_layers > 0
     if tied:
         assert kept.lm_head.blocks is kept.model.embed_tokens.blocks
 
