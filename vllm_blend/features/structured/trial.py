@@ -72,7 +72,6 @@ def main() -> None:
     """Answer lines until there are no more."""
     import llguidance
 
-    os.nice(NICENESS)
     if sys.platform == "linux":
         import resource
 
@@ -92,6 +91,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.nice(NICENESS)  # for the threads that are started from here on as well
     threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=main)
     worker.start()
