@@ -23,6 +23,8 @@ from itertools import accumulate, groupby, pairwise
 import tokenizers
 from transformers import PreTrainedTokenizerBase
 
+from vllm_blend.hidden_tokens import hidden_tokens, may_hide
+
 Span = tuple[int, int]
 
 
@@ -89,10 +91,13 @@ class PromptPieces:
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, literal: Iterable[Span] = ()) -> TextTokens:
     """Return the tokens of a text, without special tokens that it does not hold itself. In `literal` spans of it there
-    are none: what reads like one is text.
+    are none: what reads like one is text. So are special tokens that `HiddenTokens.hide` has hidden in the text.
 
     Raises ValueError if a literal span holds a control token and the tokenizer cannot take it for text.
     """
+    if may_hide(text):
+        text, hidden = hidden_tokens(tokenizer).reveal(text)
+        literal = sorted([*literal, *hidden])
     tokens = _tokenize(tokenizer, text)
     spans = [span for span in literal if span[0] < span[1]]
     if not spans:
