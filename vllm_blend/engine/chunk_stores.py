@@ -13,7 +13,7 @@ from vllm_blend.blend.controller import LoadingController
 from vllm_blend.config import BlendConfig, EngineConfig
 from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.engine.composer import ChunkComposer
-from vllm_blend.engine.metrics import Gauge
+from vllm_blend.engine.metrics import EngineMetrics, Gauge
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.keys import ModelFingerprint
 from vllm_blend.kv_store.memory import make_chunk_store
@@ -78,18 +78,26 @@ def store_gauges(composer: ChunkComposer, worker: Worker) -> list[Gauge]:
 
 
 def observe_step(
-    controller: LoadingController, scheduled: SchedulerOutput, result: RunnerOutput, device: torch.device, start: float
+    metrics: EngineMetrics,
+    controller: LoadingController | None,
+    scheduled: SchedulerOutput,
+    result: RunnerOutput,
+    device: torch.device,
+    start: float,
 ) -> None:
-    """Tell the controller how long a step took that began at `start` (time.perf_counter) and has just been read, if it
-    says something about prefill."""
+    """Note how long a step took that began at `start` (time.perf_counter) and has just been read, if it says something
+    about prefill. The controller is told, too."""
     num_tokens = _prefilled(scheduled.scheduled)
     if num_tokens is None:
         return
     if device.type == "cuda" and result.tokens is None:  # nothing was read, so it may still run
-        if controller.knows_prefill:
+        if controller is None or controller.knows_prefill:
             return
         torch.cuda.synchronize(device)
-    controller.prefilled(num_tokens, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    metrics.count_prefill(num_tokens, seconds)
+    if controller is not None:
+        controller.prefilled(num_tokens, seconds)
 
 
 def _prefilled(items: Iterable[ScheduledRequest]) -> int | None:

@@ -111,7 +111,8 @@ class Generation:
         prompt, params = self.jobs[index]
         try:
             with ExitStack() as stack:
-                observers = [stack.enter_context(self.metrics.request(prompt, params, self.arrival_time)).on_output]
+                observed = (prompt, params, self.arrival_time, self.tenant.name)
+                observers = [stack.enter_context(self.metrics.request(*observed)).on_output]
                 if self.tenant.limits.tokens_per_minute is not None:
                     is_delta = params.output_kind is RequestOutputKind.DELTA
                     observers.append(TokenCounter(self.tenant, len(prompt.token_ids), is_delta).on_output)

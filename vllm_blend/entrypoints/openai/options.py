@@ -95,6 +95,9 @@ class ServerOptions(OptionGroup):
         False, "do not blend without a verdict of check-model that lets the server's rule, ratio and company pass"
     )
     detect_chunks: bool = option(True, "find passages that were seen before in plain strings")
+    tenant_metrics: bool = option(
+        False, "show tenants by name, and what each has used, in /metrics and on the status page, which need no key"
+    )
     root_path: str = option(
         "", "path under which a proxy serves this server, whether it keeps that path or not", check=_check_path
     )

@@ -42,7 +42,9 @@ def families(folder: Path) -> dict[str, Family]:
     told: dict[str, Metric] = {metric.name: metric for metric in measured}
     for llm in (offloading, compressing, stored):
         told |= {metric.name: metric for metric in llm.get_metrics()}
-    text = asyncio.run(ServerMetrics(Source([*told.values()]), "m").text()).decode()
+    metrics = ServerMetrics(Source([*told.values()]), "m", shows_tenants=True)
+    metrics.recorder.tenant("alice")
+    text = asyncio.run(metrics.text()).decode()
     found = {family.name: family for family in text_string_to_metric_families(text)}
     return {f"{name}_total" if each.type == "counter" else name: each for name, each in found.items() if "vllm" in name}
 
