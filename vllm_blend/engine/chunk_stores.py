@@ -16,8 +16,8 @@ from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.metrics import EngineMetrics, Gauge
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.keys import ModelFingerprint
-from vllm_blend.kv_store.memory import make_chunk_store
 from vllm_blend.kv_store.options import ChunkStoreConfig
+from vllm_blend.kv_store.pinned_memory import make_chunk_store
 from vllm_blend.kv_store.remote import RemoteChunkStore
 from vllm_blend.kv_store.signing import ChunkSigner
 from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
@@ -68,6 +68,7 @@ def store_gauges(composer: ChunkComposer, worker: Worker) -> list[Gauge]:
         ("chunks_encoded", composer.num_encoded),
     ]
     values += [(f"chunk_store_{name}", value) for name, value in store.gauges()]
+    values += [(f"tenant_chunk_bytes_{tier}_{owner}", value) for tier, owner, value in store.held() if owner]
     values.append((f"chunk_store_{MEMORY}_load_seconds", worker.model_runner.block_pass.placement.seconds))
     if composer.loader is not None:
         values += [("chunk_loads_waiting", len(composer.loader)), ("chunk_loads_late", composer.loader.num_late)]

@@ -128,7 +128,8 @@ class Generation:
                     deadline=self.deadline,
                     tenant=self.tenant.name,
                     call=self.request_id,
-                    weight=self.tenant.limits.weight or 1,
+                    weight=self.tenant.owner.weight,
+                    max_store_bytes=self.tenant.owner.max_bytes,
                 )
                 async with aclosing(outputs):
                     async for output in outputs:

@@ -75,6 +75,7 @@ ENGINE_METRICS = {
     ),
     "vllm_blend:chunk_store_bytes": _now("Bytes that a tier keeps.", "tier"),
     "vllm_blend:chunk_store_chunks": _now("Chunks that a tier keeps.", "tier"),
+    "vllm_blend:tenant_chunk_bytes": _now("Bytes that a tier keeps of a tenant (--tenant-metrics).", "tenant", "tier"),
     "vllm_blend:chunk_cache_bytes": _now("Bytes that the memory tier keeps."),
     "vllm_blend:chunk_cache_chunks": _now("Chunks that the memory tier keeps."),
     "vllm_blend:chunks_encoded": _total("Chunks whose KV was computed for the store."),

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm_blend.config import EngineConfig
 from vllm_blend.engine.errors import EngineDeadError
 from vllm_blend.engine.metrics import Metric
-from vllm_blend.entrypoints.openai.metrics.engine_families import engine_families, tier_values
+from vllm_blend.entrypoints.openai.metrics.engine_families import engine_families, tenant_bytes, tier_values
 from vllm_blend.entrypoints.openai.metrics.hot_passages import HotPassages
 from vllm_blend.entrypoints.openai.metrics.meanings import ENDS, FAILURES, FOUND_IN, OTHER_REFUSAL, REFUSALS, TIERS
 from vllm_blend.entrypoints.openai.metrics.recent import share
@@ -106,7 +106,7 @@ class ServerMetrics(Collector):
         info = GaugeMetricFamily("vllm:cache_config_info", CACHE_CONFIG_HELP, labels=[*labels])
         info.add_metric([*labels.values()], 1)
         yield info
-        yield from engine_families(self._read or [], self.model_name)
+        yield from engine_families(self._read or [], self.model_name, self.recorder.shows_tenants)
         yield from self.recorder.collect()
 
     def _cache_config(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class ServerMetrics(Collector):
             ],
             "errors": _errors(recorder),
             "tiers": _tiers(metrics),
-            "tenants": _tenants(recorder) if recorder.shows_tenants else [],
+            "tenants": _tenants(recorder, tenant_bytes(metrics)) if recorder.shows_tenants else [],
             "passages": [
                 {"text": passage.text, "tokens": passage.num_tokens, "uses": passage.num_uses}
                 for passage in (self.passages.top(NUM_PASSAGES) if self.passages else ())
@@ -224,7 +224,7 @@ def _errors(recorder: Recorder) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-row["last_hour"], -row["total"]))
 
 
-def _tenants(recorder: Recorder) -> list[dict[str, Any]]:
+def _tenants(recorder: Recorder, stored: Mapping[str, int]) -> list[dict[str, Any]]:
     """Return what tenants have used, those with the most tokens first."""
     ranked = sorted(recorder.tenants.items(), key=lambda item: -item[1].prompt)
     return [
@@ -233,6 +233,7 @@ def _tenants(recorder: Recorder) -> list[dict[str, Any]]:
             "now": f"{counts.running} running or waiting, {counts.generated:,} tokens generated",
             "prompt": counts.prompt,
             "share": share(counts.cached, counts.prompt),
+            "stored": stored[name],
             "errors": counts.failed + counts.refused,
         }
         for name, counts in ranked
