@@ -58,6 +58,9 @@ class ServerOptions(OptionGroup):
     header_timeout: float = option(
         20.0, "seconds that a new connection may be silent, or take for a request's headers", check=positive
     )
+    write_timeout: float = option(
+        120.0, "seconds in which a client must read 16 KiB of an answer that waits; then it is cut off", check=positive
+    )
     timeout_keep_alive: int = option(
         5, "seconds that a connection is kept after an answer, for the client's next request", check=positive
     )
