@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import selectors
+from collections.abc import Coroutine
 from types import ModuleType
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 class Clock:
@@ -21,3 +27,33 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+
+class _Jumping(selectors.DefaultSelector):
+    """Takes no time to wait: the clock of the loop goes on instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(0)
+        if not found and timeout is None:
+            raise AssertionError("nothing will ever happen")
+        self.now += 0.0 if found else max(0.0, timeout or 0.0)
+        return found
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _Jumping()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in an event loop whose time begins at 0, and goes on at once when all wait."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)

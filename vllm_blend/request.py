@@ -13,6 +13,7 @@ import torch
 
 from vllm_blend.chunks.retention import RetentionKey
 from vllm_blend.core.pages import MISSING, PageTable
+from vllm_blend.kv_store.owners import ANYONE, Owner
 from vllm_blend.outputs import Logprob, RequestMetrics
 from vllm_blend.sampling_params import SamplingParams
 
@@ -68,8 +69,7 @@ class Request:
     max_num_tokens: int | None = None  # prompt and output together end here at the latest
     priority: int = 0  # requests of a lower number are scheduled before this one
     salt: bytes = field(default=b"", repr=False)  # keys.salt_digest of the prompt's cache_salt: what it shares pages by
-    tenant: str = ""  # whose requests take turns with those of others
-    weight: float = 1.0  # of its tenant: how much of what there is it gets, beside others
+    owner: Owner = ANYONE  # the tenant, whose requests take turns with those of others by its weight
     call: str = ""  # the call that it is part of: the calls of a tenant take turns, too
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -99,6 +99,14 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.owner.name
+
+    @property
+    def weight(self) -> float:
+        return self.owner.weight
 
     @property
     def num_prompt_tokens(self) -> int:

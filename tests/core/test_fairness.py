@@ -13,6 +13,7 @@ from tests.core.test_scheduler import MAX_LEN, SIZE, Arrival, Simulation, reques
 from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.fairness import MIN_SHARE, divide_prefill
 from vllm_blend.core.scheduler import Scheduler
+from vllm_blend.kv_store.owners import Owner
 from vllm_blend.request import Request
 
 A, B, SECOND_OF_A = ("a", "1"), ("b", "1"), ("a", "2")
@@ -170,7 +171,7 @@ def test_a_tenant_of_three_times_the_weight_gets_three_times_as_much() -> None:
     world.add(A, 60, new_tokens=6)
     world.run(2)
     for request in world.add(B, 60, new_tokens=6):
-        request.weight = 3.0
+        request.owner = Owner("b", 3.0)
         world.scheduler.waiting.tenants["b"].weight = 3.0
     world.run(10)
     advanced = Counter(each.tenant for step in world.run(80) for each in step)

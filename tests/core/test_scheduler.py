@@ -15,6 +15,7 @@ from vllm_blend.core.prefix_cache import find_prefix
 from vllm_blend.core.scheduler import Scheduler
 from vllm_blend.core.step import ScheduledRequest, SchedulerOutput, blend_rows
 from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.owners import Owner
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request, RequestStatus
 from vllm_blend.sampling_params import SamplingParams
@@ -64,7 +65,8 @@ def request_of(index: int, arrival: Arrival) -> Request:
     params = SamplingParams(max_tokens=arrival.new_tokens) if arrival.new_tokens else None
     metrics = RequestMetrics(arrival_time=0.0)
     request = Request(str(index), list(arrival.prompt), params, metrics, blend=plan, priority=arrival.priority)
-    request.tenant, request.call = arrival.flow
+    tenant, request.call = arrival.flow
+    request.owner = Owner(tenant)
     return request
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_blend.engine.admission import AdmissionQueue
+from vllm_blend.kv_store.owners import Owner
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.cpu_only
 def pending(name: str, num_tokens: int = 1) -> Any:
     """A prompt of a tenant and a call, by a name such as `a1-first`."""
     request = Request(name, [1], None, RequestMetrics(0.0))
-    request.tenant, request.call = name[0], name[1]
+    request.owner, request.call = Owner(name[0]), name[1]
     return SimpleNamespace(name=name, num_tokens=num_tokens, requests=[request])
 
 

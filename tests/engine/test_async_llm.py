@@ -16,6 +16,7 @@ from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine.errors import DeadlineError, QueueFullError
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.owners import ANYONE
 from vllm_blend.prompt_parser import parse_context
 from vllm_blend.sampling_params import RequestOutputKind
 
@@ -333,7 +334,7 @@ def test_an_id_is_used_once_at_a_time(llm: AsyncLLM) -> None:
 def test_methods_of_the_engine_can_be_called(llm: AsyncLLM) -> None:
     async def call() -> None:
         parsed = parse_context("Read.", ["One passage.", "Another one."], llm.get_tokenizer(), llm.vocab_size)
-        encoded = await llm.call("encode_chunks", parsed)
+        encoded = await llm.call("encode_chunks", parsed, ANYONE)
         assert [chunk["num_tokens"] for chunk in encoded] == [b - a for a, b in parsed.chunk_bounds]
         asked = {"prefix": "Read.", "chunks": ["One passage.", "Another one."], "suffix": "What?"}
         output = await final(llm, asked, params())
@@ -342,13 +343,13 @@ def test_methods_of_the_engine_can_be_called(llm: AsyncLLM) -> None:
         await llm.call("remove_chunks", [chunk["key"] for chunk in encoded])
         with pytest.raises(ValueError, match="encode_chunks"):
             await llm.call("encode")
-        with pytest.raises(TypeError, match="takes 1 arguments"):
+        with pytest.raises(TypeError, match="takes 2 arguments"):
             await llm.call("encode_chunks")
         with pytest.raises(ValueError, match="Expected"):
             await llm.call("remove_chunks", 3)
         with pytest.raises(ValueError, match="max_model_len"):
             long = parse_context("", [[5] * 2000], llm.get_tokenizer(), llm.vocab_size)
-            await llm.call("encode_chunks", long)
+            await llm.call("encode_chunks", long, ANYONE)
         with pytest.raises(ValueError, match="pooling"):
             llm.encode("text")
         await llm.check_health()

@@ -13,6 +13,7 @@ from vllm_blend.engine.process import preparation
 from vllm_blend.engine.process.messages import Add
 from vllm_blend.engine.process.preparation import Preparation
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.owners import Owner
 from vllm_blend.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.cpu_only
@@ -38,7 +39,7 @@ class Gated:
         for tenant in tenants:
             number, self._num_added = self._num_added, self._num_added + 1
             params = SamplingParams(seed=number)
-            self.queue.add(Add(number, str(number), ParsedPrompt([1]), params, 0.0, 0, tenant))
+            self.queue.add(Add(number, str(number), ParsedPrompt([1]), params, 0.0, 0, Owner(tenant)))
 
     def finish(self, *numbers: int) -> None:
         for number in numbers:

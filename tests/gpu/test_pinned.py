@@ -14,7 +14,7 @@ from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.selectors import SELECTORS
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.host_memory import Arena, pinned_buffer
-from vllm_blend.kv_store.memory import PinnedChunkStore
+from vllm_blend.kv_store.pinned_memory import PinnedChunkStore
 from vllm_blend.kv_store.transfer import InFlight, LayerwiseLoad, StagingRing
 
 pytestmark = pytest.mark.gpu

@@ -29,10 +29,10 @@ trap 'rm -rf "$home"' EXIT
 export HF_HOME="$home" HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export LITELLM_LOCAL_MODEL_COST_MAP=True  # else LiteLLM would download its list of prices
 marks="not gpu"
-for program in chromium promtool; do
+for program in chromium promtool helm systemd-analyze; do
   if ! command -v "$program" >/dev/null; then
-    echo "$program is not installed: what needs it is left out (Debian and Ubuntu: apt install ${program/promtool/prometheus})"
-    marks+=" and not $program"
+    echo "$program is not installed: what needs it is left out (pyproject.toml says where it comes from)"
+    marks+=" and not ${program//-/_}"
   fi
 done
 # Coroutines among the tests, such as those of LangChain, run without a mark of their own.

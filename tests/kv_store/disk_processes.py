@@ -19,7 +19,7 @@ from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, chunk, hold
 from tests.waiting import DEADLINE
 from vllm_blend.kv_store import segment
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.index import Entry
+from vllm_blend.kv_store.index_rows import Entry
 from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 

@@ -15,7 +15,7 @@ import torch
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.index import Entry
+from vllm_blend.kv_store.index_rows import Entry
 
 MODEL, OTHER_MODEL = "ab" * 16, "cd" * 16
 PAGE = 4096

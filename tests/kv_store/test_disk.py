@@ -19,7 +19,7 @@ from tests.waiting import DEADLINE
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.host_memory import Arena, aligned_empty
-from vllm_blend.kv_store.index import Entry
+from vllm_blend.kv_store.index_rows import Entry
 from vllm_blend.kv_store.layout import ChunkLayout
 from vllm_blend.kv_store.pending import READ_BYTES, plan_runs
 from vllm_blend.kv_store.store_config import DiskStoreConfig

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, hold, key, memory_folder, same, segments, sized
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.index import Entry
+from vllm_blend.kv_store.index_rows import Entry
 from vllm_blend.kv_store.layout import ChunkLayout
 from vllm_blend.kv_store.store_config import DiskStoreConfig
 

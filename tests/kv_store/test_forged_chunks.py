@@ -24,6 +24,7 @@ from vllm_blend.kv_store.import_folder import import_folder
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.layout import ChunkFault, ChunkLayout, StoredFormat
 from vllm_blend.kv_store.memory import MemoryChunkStore
+from vllm_blend.kv_store.owners import Owner
 from vllm_blend.kv_store.remote import RemoteChunkStore
 from vllm_blend.kv_store.serialization import ChunkHeader, from_bytes, serialize, to_bytes
 from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
@@ -88,9 +89,9 @@ def test_what_is_forged_is_a_miss_of_its_tier_and_leaves_it(
     taken: list[int] = []
     allocate = store._allocate
 
-    def noted(size: int) -> torch.Tensor | None:
+    def noted(owner: Owner, size: int) -> torch.Tensor | None:
         taken.append(size)
-        return allocate(size)
+        return allocate(owner, size)
 
     monkeypatch.setattr(store, "_allocate", noted)
     for name, kv in FORGED.items():

@@ -114,7 +114,7 @@ def test_many_uses_take_no_memory() -> None:
         store.put(key, chunk(1))
     for _ in range(10_000):
         store.get("a")
-    assert len(store._by_priority) < 100
+    assert len(store._order._heaps[""]) < 100
     store.put("d", chunk(1))
     store.put("e", chunk(1))
     assert "a" in store and "b" not in store
@@ -216,7 +216,7 @@ def test_retention_takes_no_memory() -> None:
         store.retain("often", 1, 1e6)
         store.retain(f"short {number}", 1, 0.5)
         store.put(f"short {number}", chunk(1))
-    assert len(store._expiries) < 200 and len(store._by_priority) < 100 and len(store._retained) < 10
+    assert len(store._expiries) < 200 and len(store._order._heaps[""]) < 100 and len(store._retained) < 10
 
 
 def test_what_one_owner_retains_does_not_end_reuse_for_others() -> None:

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.host_memory import PAGE, Arena, piece_bytes
-from vllm_blend.kv_store.memory import MemoryChunkStore, PinnedChunkStore, make_chunk_store
+from vllm_blend.kv_store.memory import MemoryChunkStore
+from vllm_blend.kv_store.pinned_memory import PinnedChunkStore, make_chunk_store
 from vllm_blend.kv_store.transfer import InFlight
 
 PAGES = 24

@@ -18,7 +18,8 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.host_memory import PAGE, Arena
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
-from vllm_blend.kv_store.memory import MemoryChunkStore, PinnedChunkStore
+from vllm_blend.kv_store.memory import MemoryChunkStore
+from vllm_blend.kv_store.pinned_memory import PinnedChunkStore
 from vllm_blend.kv_store.store_config import DiskStoreConfig
 from vllm_blend.kv_store.tiered import Tier, TieredChunkStore
 from vllm_blend.kv_store.tiers import ChunkLoad

@@ -65,6 +65,9 @@ class FakeStorage:
     def usage(self) -> tuple[int, int]:
         return sum(kv.nbytes for kv in self.chunks.values()), len(self.chunks)
 
+    def held(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None:
         self.closed = True
 

@@ -32,6 +32,7 @@ from vllm_blend.engine.request_table import RequestTable, is_full
 from vllm_blend.engine.setup import LoadedModelConfig
 from vllm_blend.engine.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from vllm_blend.inputs import ParsedPrompt, PromptType
+from vllm_blend.kv_store.owners import Owner
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_parser import parse_prompt
@@ -137,6 +138,7 @@ class AsyncLLM:
         tenant: str = "",
         call: str = "",
         weight: float = 1.0,
+        max_store_bytes: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request until the finished one, each with what `output_kind` says. Closing the
         iterator early aborts the request.
@@ -147,11 +149,12 @@ class AsyncLLM:
         passes before the first token.
 
         Tenants take turns by their weights, and so do the calls of a tenant: requests with the same `call` are parts of
-        one.
+        one. The space of the chunk store is divided by weights, too, and a tenant keeps at most `max_store_bytes` in
+        each tier.
         """
         arrival_time = time.time() if arrival_time is None else arrival_time
-        flow = tenant, call, weight
-        request = await self._add(prompt, sampling_params, request_id, priority, arrival_time, deadline, flow)
+        owner = Owner(tenant, weight, max_store_bytes)
+        request = await self._add(prompt, sampling_params, request_id, priority, arrival_time, deadline, owner, call)
         timer = None
         if deadline is not None:
             seconds = max(0.0, deadline - time.time())
@@ -218,13 +221,16 @@ class AsyncLLM:
         priority: int,
         arrival_time: float,
         deadline: float | None,
-        flow: tuple[str, str, float],
+        owner: Owner,
+        call: str,
     ) -> AsyncRequest:
         """Check a request and send it to the engine process."""
-        tenant, _, weight = flow
+        tenant, weight, max_bytes = owner.name, owner.weight, owner.max_bytes
         self._check_arguments(params, request_id, deadline)
         if not (is_number(weight) and 0 < weight < math.inf):
             raise ValueError(f"weight={weight!r} must be a positive number")
+        if not (max_bytes is None or (isinstance(max_bytes, int) and max_bytes > 0)):
+            raise ValueError(f"max_store_bytes={max_bytes!r} must be a positive integer, or None")
         self.check_room(params.n, tenant)
         parsed = await self._parse(prompt)
         self._check(parsed, params, priority)
@@ -242,7 +248,7 @@ class AsyncLLM:
         tokens_only.stop, tokens_only.detokenize = [], False  # its fields have been checked, and may be long
         self._table.add(request)
         try:
-            self._client.send(Add(number, request_id, ids_only, tokens_only, arrival_time, priority, *flow))
+            self._client.send(Add(number, request_id, ids_only, tokens_only, arrival_time, priority, owner, call))
         except BaseException:
             self._table.remove(request)
             raise

@@ -20,15 +20,18 @@ from vllm_blend.engine.requests import LiveRequests
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk, find_kv_mismatch, is_finite
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
+from vllm_blend.kv_store.owners import ANYONE, Owner
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 
 
-def begin_encoding(parsed: ParsedPrompt, requests: LiveRequests, on_complete: Callable[[], None]) -> PendingBlend:
+def begin_encoding(
+    parsed: ParsedPrompt, requests: LiveRequests, on_complete: Callable[[], None], owner: Owner = ANYONE
+) -> PendingBlend:
     """Have the chunks of `parsed` encoded by the next steps, wherever they may stand in a prompt, and call
     `on_complete` when nothing is missing. Raises ValueError for a chunk that is too long."""
     check_lengths(parsed, requests.composer.finder.max_model_len)
-    pending = PendingBlend(parsed, on_complete=on_complete)
+    pending = PendingBlend(parsed, owner=owner, on_complete=on_complete)
     pending.pieces = requests.composer.finder.pieces(parsed, everywhere=True)
     try:
         for request in requests.composer.start(pending):

@@ -13,11 +13,11 @@ from vllm_blend.blend.controller import LoadingController
 from vllm_blend.config import BlendConfig, EngineConfig
 from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.engine.composer import ChunkComposer
-from vllm_blend.engine.metrics import Gauge
+from vllm_blend.engine.metrics import EngineMetrics, Gauge
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.keys import ModelFingerprint
-from vllm_blend.kv_store.memory import make_chunk_store
 from vllm_blend.kv_store.options import ChunkStoreConfig
+from vllm_blend.kv_store.pinned_memory import make_chunk_store
 from vllm_blend.kv_store.remote import RemoteChunkStore
 from vllm_blend.kv_store.signing import ChunkSigner
 from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
@@ -68,6 +68,7 @@ def store_gauges(composer: ChunkComposer, worker: Worker) -> list[Gauge]:
         ("chunks_encoded", composer.num_encoded),
     ]
     values += [(f"chunk_store_{name}", value) for name, value in store.gauges()]
+    values += [(f"tenant_chunk_bytes_{tier}_{owner}", value) for tier, owner, value in store.held() if owner]
     values.append((f"chunk_store_{MEMORY}_load_seconds", worker.model_runner.block_pass.placement.seconds))
     if composer.loader is not None:
         values += [("chunk_loads_waiting", len(composer.loader)), ("chunk_loads_late", composer.loader.num_late)]
@@ -78,18 +79,26 @@ def store_gauges(composer: ChunkComposer, worker: Worker) -> list[Gauge]:
 
 
 def observe_step(
-    controller: LoadingController, scheduled: SchedulerOutput, result: RunnerOutput, device: torch.device, start: float
+    metrics: EngineMetrics,
+    controller: LoadingController | None,
+    scheduled: SchedulerOutput,
+    result: RunnerOutput,
+    device: torch.device,
+    start: float,
 ) -> None:
-    """Tell the controller how long a step took that began at `start` (time.perf_counter) and has just been read, if it
-    says something about prefill."""
+    """Note how long a step took that began at `start` (time.perf_counter) and has just been read, if it says something
+    about prefill. The controller is told, too."""
     num_tokens = _prefilled(scheduled.scheduled)
     if num_tokens is None:
         return
     if device.type == "cuda" and result.tokens is None:  # nothing was read, so it may still run
-        if controller.knows_prefill:
+        if controller is None or controller.knows_prefill:
             return
         torch.cuda.synchronize(device)
-    controller.prefilled(num_tokens, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    metrics.count_prefill(num_tokens, seconds)
+    if controller is not None:
+        controller.prefilled(num_tokens, seconds)
 
 
 def _prefilled(items: Iterable[ScheduledRequest]) -> int | None:

@@ -32,6 +32,7 @@ from vllm_blend.engine.requests import LiveRequests
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.owners import ANYONE, Owner
 from vllm_blend.kv_store.tiered import TieredChunkStore
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_parser import parse_context
@@ -141,13 +142,19 @@ class ChunkedEngine(ABC):
             return encode_chunks(parsed, self.requests, self.driver)
 
     @exclusive
-    def begin_encoding(self, parsed: ParsedPrompt, on_complete: Callable[[], None], among_others: bool = False) -> None:
+    def begin_encoding(
+        self,
+        parsed: ParsedPrompt,
+        on_complete: Callable[[], None],
+        among_others: bool = False,
+        owner: Owner = ANYONE,
+    ) -> None:
         """Have the chunks of a context (`prompt_parser.parse_context`) computed and stored by the next steps, as
         `encode_chunks` does. `on_complete` is called when all are there; in mid-step, or at once.
 
         Raises ValueError for a chunk that is too long.
         """
-        begin_encoding(parsed, self.requests, on_complete)
+        begin_encoding(parsed, self.requests, on_complete, owner)
 
     @exclusive
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:

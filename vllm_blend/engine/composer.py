@@ -72,7 +72,8 @@ class ChunkComposer:
         Return new requests to schedule first; `requests` are blocked until those are done. `patient` ones do not
         `start_early`. `own` has the positions at which pieces start that were encoded for `requests` earlier.
         """
-        pending = PendingBlend(parsed, list(requests), self.finder.pieces(parsed), patient=patient)
+        owner = requests[0].owner
+        pending = PendingBlend(parsed, list(requests), owner, self.finder.pieces(parsed), patient=patient)
         pending.own.update(piece.id.key for piece in pending.pieces if piece.start in own)
         if self.loader is None:  # nothing is held for longer than the store would
             return self.start(pending)
@@ -166,7 +167,7 @@ class ChunkComposer:
         start = encode.collect_from
         ids = encode.prompt_token_ids
         content = ChunkId.from_tokens(self.finder.model, ids[:start], ids[start:], salt=encode.salt)
-        kv = self.store.put(key, self._collected(encode).with_content(content))
+        kv = self.store.put(key, self._collected(encode).with_content(content).owned_by(encode.owner))
         self.num_encoded += 1
         del self._encoding[key]
         started: list[Request] = []
@@ -187,10 +188,9 @@ class ChunkComposer:
     def start(self, pending: PendingBlend) -> list[Request]:
         """Take what is in memory, and see to the rest. Return encodings to run: when these are done, nothing is
         missing of the blend."""
-        owner = next((request.tenant for request in pending.requests), "")
         for piece, seconds in zip(pending.chunks, pending.parsed.retention, strict=False):
             if seconds:
-                self.store.retain(piece.id.key, RETENTION_LEVEL, seconds, owner)
+                self.store.retain(piece.id.key, RETENTION_LEVEL, seconds, pending.owner.name)
         for piece in pending.pieces:
             kv = self.stored.find_in_memory(piece.id)
             pending.take(piece, kv, memory_of(kv))
@@ -263,7 +263,7 @@ class ChunkComposer:
             # An explicit ratio says what a prompt wants: the controller leaves it alone.
             controlled = self.planner.controller is not None and pending.parsed.blend_recompute_ratio is None
             expected = self.stored.expected(piece.id)
-            if not loader.request(key, partial(self.store.load, key, expected, controlled, arrivals)):
+            if not loader.request(key, partial(self.store.load, key, expected, controlled, arrivals, pending.owner)):
                 return False
             arrivals.requested[key] = RequestedChunk(expected, controlled)
             self._loading[key] = arrivals
@@ -305,9 +305,8 @@ class ChunkComposer:
             piece.id.key, ids, None, metrics, salt=pending.parsed.salt, blend=plan, collect_from=len(before)
         )
         asking = next(iter(pending.requests), None)
-        # What no request waits for was asked for by /v1/chunks: tenants have salts of their own.
-        request.tenant = pending.parsed.salt.hex() if asking is None else asking.tenant
-        request.call, request.weight = ("", 1.0) if asking is None else (asking.call, asking.weight)
+        request.owner = pending.owner
+        request.call = "" if asking is None else asking.call
         return request
 
     def _finish(self, pending: PendingBlend) -> None:

@@ -369,6 +369,7 @@ class LLMEngine(ChunkedEngine):
                 Gauge("vllm:num_requests_waiting", len(self.scheduler.waiting)),
                 Gauge("vllm:kv_cache_usage_perc", self.blocks.usage),
                 Gauge("vllm_blend:kv_cache_blocks", self.blocks.num_blocks),
+                Gauge("vllm_blend:prefill_peak_tokens_per_second", self.metrics.peak_prefill_speed),
                 Gauge("vllm:num_preemptions", self.scheduler.num_preemptions),
                 Gauge("vllm_blend:chunks_registered", len(self.chunk_registry)),
                 Gauge("vllm_blend:compositions_retained", len(self.blocks.retained)),

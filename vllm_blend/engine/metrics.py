@@ -93,6 +93,11 @@ class EngineMetrics:
     chat_parts_unfound: int = 0
     found_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FOUND_IN, 0))
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
+    peak_prefill_speed: float = 0.0  # tokens per second of the fastest step that only prefilled; 0 before the first
+
+    def count_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Note how long a step took that only prefilled."""
+        self.peak_prefill_speed = max(self.peak_prefill_speed, num_tokens / max(seconds, 1e-9))
 
     def count_blend(self, counts: ReuseCounts) -> None:
         """Count what a prompt was blended from."""

@@ -12,6 +12,7 @@ from vllm_blend.blend.encoding_contexts.base import Tokens
 from vllm_blend.inputs import ParsedPrompt, begins_with
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk, find_kv_mismatch
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, context_id
+from vllm_blend.kv_store.owners import ANYONE, Owner
 from vllm_blend.kv_store.tiered import TieredChunkStore
 from vllm_blend.request import Request
 
@@ -97,6 +98,7 @@ class PendingBlend:
 
     parsed: ParsedPrompt
     requests: list[Request] = field(default_factory=list)  # none where chunks are encoded ahead of any question
+    owner: Owner = ANYONE  # whose space its chunks take
     pieces: list[Piece] = field(default_factory=list)
     first_scheduled_time: float = field(default=float("inf"))
     asked: set[str] = field(default_factory=set)  # keys that were looked for below the memory

@@ -22,6 +22,7 @@ from vllm_blend.engine.extension import Extension
 from vllm_blend.engine.requests import RequestGroup
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.keys import ModelFingerprint
+from vllm_blend.kv_store.owners import ANYONE, Owner
 from vllm_blend.layers.sampling_state import SamplingState, TokenLists
 from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.outputs import RequestMetrics
@@ -47,9 +48,8 @@ class NewRequest:
     priority: int = 0
     on_end: Callable[[], None] | None = None
     on_advance: Callable[[RequestGroup], None] | None = None
-    tenant: str = ""
+    owner: Owner = ANYONE
     call: str = ""
-    weight: float = 1.0
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class RequestBuilder:
             longest = min(self.max_model_len, len(token_ids) + (own.max_tokens or self.max_model_len))
             request = Request(new.request_id, token_ids, own, metrics, index, longest, new.priority, parsed.salt)
             request.blend, request.retention = plan, retention
-            request.tenant, request.call, request.weight = new.tenant, new.call, new.weight
+            request.owner, request.call = new.owner, new.call
             request.sampling = SamplingState(
                 own, token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words, shared=lists
             )

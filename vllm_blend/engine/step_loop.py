@@ -166,9 +166,9 @@ class StepLoop:
             self.executor.settle(step.result)
         self.scheduler.settle(step.scheduled)
         touched = self.results.process(step.scheduled, step.result)
-        if self.controller is not None and step.launched is not None:
-            device = self.executor.driver_worker.device
-            observe_step(self.controller, step.scheduled, step.result, device, step.launched)
+        if step.launched is not None:
+            device, metrics = self.executor.driver_worker.device, self.results.metrics
+            observe_step(metrics, self.controller, step.scheduled, step.result, device, step.launched)
         self.results.metrics.num_steps += 1
         if self.stat_logger is not None:
             blocks = self.scheduler.blocks

@@ -22,6 +22,7 @@ import torch
 
 from vllm_blend.distributed.parts import ChunkParts
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.owners import ANYONE, Owner
 from vllm_blend.ops import HostKV
 from vllm_blend.ops.e4m3 import E4M3
 
@@ -64,7 +65,8 @@ class ChunkKV:
     host calls `wait` before it looks. `arriving` is set where other threads fill them from a disk: code that reads a
     layer asks it first. `content` says which chunk it is, where that is known: keys are digests, and an export needs
     the tokens. `loaded_from` is the tier that a store has just loaded the chunk from; it is not set on what the store
-    keeps. Where ranks share the model, K and V have this rank's heads, and `parts` keeps those of the others.
+    keeps. `owner` is whose space it takes. Where ranks share the model, K and V have this rank's heads, and `parts`
+    keeps those of the others.
     """
 
     k: torch.Tensor
@@ -74,6 +76,7 @@ class ChunkKV:
     content: ChunkId | None = None
     loaded_from: str | None = None
     parts: ChunkParts | None = None
+    owner: Owner = ANYONE
 
     def __post_init__(self) -> None:
         if self.k.dim() != 4 or self.k.shape != self.v.shape:
@@ -123,6 +126,10 @@ class ChunkKV:
     def with_content(self, content: ChunkId) -> ChunkKV:
         """Return the same KV, known to be that of `content`."""
         return replace(self, content=content)
+
+    def owned_by(self, owner: Owner) -> ChunkKV:
+        """Return the same KV, which takes the space of an owner."""
+        return replace(self, owner=owner)
 
 
 @dataclass(frozen=True)

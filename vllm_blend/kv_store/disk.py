@@ -33,8 +33,9 @@ import torch
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk
 from vllm_blend.kv_store.circuit_breaker import CircuitBreaker
 from vllm_blend.kv_store.host_memory import PAGE, Arena, aligned_empty
-from vllm_blend.kv_store.index import Entry
+from vllm_blend.kv_store.index_rows import Entry
 from vllm_blend.kv_store.layout import ChunkFault, ChunkLayout, StoredFormat
+from vllm_blend.kv_store.owners import Owner
 from vllm_blend.kv_store.pending import PendingChunk, submit_reads
 from vllm_blend.kv_store.quantization import NotQuantizable
 from vllm_blend.kv_store.serialization import ChunkHeader, check_key, serialize
@@ -121,6 +122,9 @@ class DiskChunkStore:
 
     def usage(self) -> tuple[int, int]:
         return self.num_bytes, len(self)
+
+    def held(self) -> Mapping[str, int]:
+        return self._query(self._usable_space().held, {})
 
     def get(self, key: str, allocate: Allocate | None = None, expected: ExpectedChunk | None = None) -> ChunkKV | None:
         """Return a chunk in memory of its own (as `read`), or None."""
@@ -279,17 +283,18 @@ class DiskChunkStore:
 
     def _store(self, chunks: Sequence[_NewChunk]) -> None:
         refused: list[str] = []
-        ready: list[tuple[NewRow, torch.Tensor]] = []
+        by_owner: dict[Owner, list[tuple[NewRow, torch.Tensor]]] = {}
         for chunk in chunks:
             prepared = self._serialize(chunk)
             if isinstance(prepared, str):
                 refused.append(prepared)
             else:
-                ready.append(prepared)
-        if ready and not self._write(ready):
-            for one in ready:
-                if len(ready) == 1 or not self._write([one]):
-                    refused.append("no_room")
+                by_owner.setdefault(chunk.chunk.owner, []).append(prepared)
+        for owner, ready in by_owner.items():
+            if not self._write(ready, owner):
+                for one in ready:
+                    if len(ready) == 1 or not self._write([one], owner):
+                        refused.append("no_room")
         for reason in refused:  # not earlier: when something is raised, all have failed
             self.stats.count_refused(reason)
 
@@ -316,9 +321,9 @@ class DiskChunkStore:
         name = (content, model) if model is not None and content is not None and content.key == key else None
         return NewRow(key, new.layout.payload_bytes, header, new.cost, name), serialized.payload
 
-    def _write(self, ready: Sequence[tuple[NewRow, torch.Tensor]]) -> bool:
-        """Write chunks. Return False if there is no space for all of them."""
-        entries = self.space.reserve([row for row, _ in ready], self._take_uses())
+    def _write(self, ready: Sequence[tuple[NewRow, torch.Tensor]], owner: Owner) -> bool:
+        """Write chunks of an owner. Return False if there is no space for all of them."""
+        entries = self.space.reserve([row for row, _ in ready], self._take_uses(), owner)
         if entries is None:
             return False
         try:

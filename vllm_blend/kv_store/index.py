@@ -21,21 +21,23 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from vllm_blend.kv_store.host_memory import PAGE
+from vllm_blend.kv_store.index_owners import OwnerTables
+from vllm_blend.kv_store.index_rows import WRITING, DamagedIndex, Entry, entry_of
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 from vllm_blend.kv_store.segment import Extent
 from vllm_blend.kv_store.serialization import is_key
 
 logger = logging.getLogger(__name__)
 
-WRITING, LIVE, DEAD = 0, 1, 2
 MAX_REMEMBERED = 100_000  # keys that were put once, with admission on second use
+LOG_PAGES = 256  # of 4 KiB: at this length sqlite's log is folded into the database, and begins again
 MAX_PARAMETERS = 500  # in one query: SQLite takes 999 or more
 
 T = TypeVar("T")
@@ -68,32 +70,6 @@ CREATE TRIGGER nameless AFTER DELETE ON chunks BEGIN DELETE FROM names WHERE id 
 _COLUMNS = "id, key, state, segment, offset, bytes, header"
 
 
-class DamagedIndex(sqlite3.DatabaseError):
-    """The file is not an index that can be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A chunk's row. `id` is never used again, by no store: file locks go by it."""
-
-    id: int
-    key: str
-    state: int
-    extent: Extent
-    header: bytes
-    tokens: object = None  # token ids as bytes of int64, where they were stored and asked for (`find_many`)
-
-    @property
-    def token_ids(self) -> list[int] | None:
-        """Return the stored token ids; None if none are, and no ids where what is stored is none."""
-        if self.tokens is None:
-            return None
-        if not isinstance(self.tokens, bytes) or len(self.tokens) % 8:
-            return []
-        token_ids: list[int] = np.frombuffer(self.tokens, "<i8").tolist()
-        return token_ids
-
-
 class Index:
     """Safe to use from several threads. Everything raises sqlite3.Error if the database cannot be used, among others
     when another process keeps it locked for `timeout` seconds."""
@@ -101,12 +77,17 @@ class Index:
     def __init__(self, path: Path, timeout: float) -> None:
         self._lock = threading.RLock()
         self._db = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
+        self.owners = OwnerTables(self._db)
         self._db.text_factory = lambda text: text.decode(errors="replace")  # damaged text is found as what it is
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
             with self.transaction():
                 self._create_or_check()
+        except UnicodeDecodeError as error:  # sqlite's message quotes what is damaged
+            self._db.close()
+            raise DamagedIndex(f"its schema is no text: {error}") from error
         except BaseException:
             self._db.close()
             raise
@@ -172,9 +153,16 @@ class Index:
         """Return chunks that are not live: being written or given up, or left by a process that died."""
         return self._entries("WHERE state != 1 ORDER BY id")
 
-    def by_priority(self) -> Iterator[Entry]:
-        """Return live chunks, the least priority first; for use inside of a transaction."""
-        return self._validate(self._db.execute(f"SELECT {_COLUMNS} FROM chunks WHERE state = 1 ORDER BY priority, id"))
+    def by_priority(self, owner: str) -> Iterator[tuple[float, Entry]]:
+        """Yield the live chunks of an owner with their priorities, the least first; for use inside of a transaction."""
+        for priority, *row in self.owners.by_priority(_COLUMNS.split(","), owner):
+            for entry in self._validate([tuple(row)]):
+                yield priority, entry
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes of each owner's chunks, in any state."""
+        with self._lock:
+            return self.owners.held()
 
     def by_priority_of_segments(self) -> list[list[Entry]]:
         """Return the chunks of each segment, in any state, the segment of the least priority by byte first."""
@@ -252,6 +240,7 @@ class Index:
         )
         clock = self._clock
         self._db.executemany(query, [(count, clock, count, number) for number, count in uses.items()])
+        self.owners.touch(uses, time.time())
 
     def delete(self, entry: Entry) -> None:
         """Delete the row of a chunk whose space is given back."""
@@ -280,7 +269,7 @@ class Index:
         bytes lie is not known; the space comes back with the segment."""
         for row in rows:
             try:
-                entry = _entry(row)
+                entry = entry_of(row)
             except DamagedIndex as error:
                 logger.warning("a chunk is dropped from the index of the chunk store: %s", error)
                 with self._lock, nullcontext() if self._db.in_transaction else self.transaction():
@@ -315,6 +304,7 @@ class Index:
         if not found:
             for statement in [*statements, *names]:
                 self._db.execute(statement)
+            self.owners.create_or_repair(found)
             # Ids that no earlier index of this folder has used: its processes may still be there, with their locks.
             self._db.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('chunks', ?)", (time.time_ns(),))
             return
@@ -326,24 +316,12 @@ class Index:
         if (answer := self._query_one("PRAGMA integrity_check")) != ("ok",):
             raise DamagedIndex(f"sqlite says {answer}")
         rows = self._query(f"SELECT {_COLUMNS} FROM chunks")
-        if sum(_entry(row).extent.num_bytes for row in rows) != self.num_bytes:
+        if sum(entry_of(row).extent.num_bytes for row in rows) != self.num_bytes:
             raise DamagedIndex("its sums are wrong")
+        self.owners.create_or_repair(found)
 
 
 def _batched(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yield as many items at a time as a query takes parameters."""
     for start in range(0, len(items), MAX_PARAMETERS):
         yield items[start : start + MAX_PARAMETERS]
-
-
-def _entry(row: tuple[Any, ...]) -> Entry:
-    number, key, state, segment, offset, num_bytes, header = row
-    for value, kind in zip(row, (int, str, int, str, int, int, object), strict=True):
-        if not isinstance(value, kind):
-            raise DamagedIndex(f"{value!r} in a chunk's row is not {kind.__name__}")
-    if state not in (WRITING, LIVE, DEAD):
-        raise DamagedIndex(f"{state} is not a state of a chunk")
-    if not is_key(segment) or offset % PAGE or num_bytes % PAGE or offset < 0 or num_bytes <= 0:
-        raise DamagedIndex(f"bytes {offset} to {offset + num_bytes} of {segment!r} cannot be the place of a chunk")
-    header = header if isinstance(header, bytes) else b""  # the chunk is dropped in good order when it is read
-    return Entry(number, key, state, Extent(segment, offset, num_bytes), header)

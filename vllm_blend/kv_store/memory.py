@@ -1,12 +1,11 @@
-"""Chunk KV in memory under a byte budget: on one device, or in a pinned arena that a GPU copies from by itself."""
+"""Chunk KV in memory under a byte budget."""
 
 from __future__ import annotations
 
 import heapq
-import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -14,10 +13,7 @@ import torch
 
 from vllm_blend.checks import positive
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.host_memory import Arena, piece_bytes, pinned_buffer
-from vllm_blend.kv_store.transfer import InFlight, copy_to_host
-
-logger = logging.getLogger(__name__)
+from vllm_blend.kv_store.owners import ANYONE, LeastFirst, Owner, Place, above_their_parts, parts
 
 
 @dataclass
@@ -35,6 +31,7 @@ class _StoredChunk:
 
 
 OWNER_QUOTA, QUOTA = 0.5, 0.75
+ACTIVE_SECONDS = 600.0  # for which an owner that uses nothing keeps its part
 
 
 class MemoryChunkStore:
@@ -45,7 +42,8 @@ class MemoryChunkStore:
     priority of the last chunk that left, added when a chunk arrives or is used. Without it, what was once popular would
     never leave. Of equal chunks, the least recently used one leaves. Chunks that are retained leave after all others,
     those of the lowest level first, for as long as was asked for. Those beyond the quota of their owner, or of all
-    owners together, are as any other: what one owner retains does not end reuse for others.
+    owners together, are as any other: what one owner retains does not end reuse for others. Neither does what it
+    stores: owners have parts of the budget (owners.py), and retained chunks are no exception.
 
     Chunks are kept on `device`, or where they are (None). The tensors are never written to: code that places a chunk
     copies it into pages of its own.
@@ -67,12 +65,15 @@ class MemoryChunkStore:
         self.num_misses = 0
         self.bytes_read = 0  # of chunks that were handed out
         self.bytes_written = 0  # of chunks that were kept
+        self.num_refused = 0  # chunks that were not kept
+        self.held: Counter[str] = Counter()  # bytes by the owner's name
+        self._owners: dict[str, Owner] = {}  # those that hold something, as they were last seen
+        self._last_uses: dict[str, float] = {}  # when each of them used something last
         self._chunks: dict[str, _StoredChunk] = {}
         self._pins: Counter[str] = Counter()
         self._clock = 0.0
         self._use_numbers = count()
-        # A heap of level, priority, last_use and key; also outdated entries.
-        self._by_priority: list[tuple[int, float, int, str]] = []
+        self._order = LeastFirst(self._is_current)
         self._now = now
         self._retained: dict[str, tuple[int, float, str]] = {}  # key -> level, until when, and for whom
         self._counted: dict[str, int] = {}  # the bytes of those that are there and within the quotas
@@ -99,17 +100,15 @@ class MemoryChunkStore:
         """Keep a chunk under `key`. Returns the chunk to go on with: the one that is kept, where it is kept."""
         self.remove(key)
         num_bytes = self._bytes_taken(chunk)
-        if num_bytes > self.budget_bytes:
+        if not self._make_room(chunk.owner, num_bytes, lambda: self.num_bytes + num_bytes <= self.budget_bytes):
+            self.num_refused += 1
             return chunk
-        while self.num_bytes + num_bytes > self.budget_bytes:
-            if not self._evict():
-                return chunk
         if self.device is not None:
             chunk = chunk.moved(chunk.k.to(self.device), chunk.v.to(self.device))
         self._keep(key, chunk)
         return chunk
 
-    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+    def allocate(self, num_bytes: int, owner: Owner = ANYONE) -> torch.Tensor | None:
         """Return memory for a chunk that is about to be read for `adopt`: [num_bytes] uint8, page-aligned, for which
         chunks that are kept may have to leave. None if any memory will do."""
         return None
@@ -126,8 +125,13 @@ class MemoryChunkStore:
         """Drop a chunk; nothing happens when it is not there."""
         stored = self._chunks.pop(key, None)
         if stored is not None:
-            self.num_bytes -= stored.num_bytes
             self._uncount(key)
+            owner = stored.chunk.owner.name
+            self.num_bytes -= stored.num_bytes
+            self.held[owner] -= stored.num_bytes
+            if not self.held[owner]:
+                del self.held[owner], self._owners[owner], self._last_uses[owner]
+                self._order.forget(owner)
 
     def pin(self, key: str) -> None:
         """Do not evict what is stored under `key`, now or later, until it is unpinned as often."""
@@ -165,7 +169,10 @@ class MemoryChunkStore:
 
     def clear(self) -> None:
         self._chunks.clear()
-        self._by_priority.clear()
+        self._order.clear()
+        self.held.clear()
+        self._owners.clear()
+        self._last_uses.clear()
         self._retained.clear()
         self._counted.clear()
         self._counted_bytes.clear()
@@ -175,6 +182,8 @@ class MemoryChunkStore:
     def _keep(self, key: str, chunk: ChunkKV) -> None:
         stored = self._chunks[key] = _StoredChunk(chunk, self._bytes_taken(chunk))
         self.num_bytes += stored.num_bytes
+        self.held[chunk.owner.name] += stored.num_bytes
+        self._owners[chunk.owner.name] = chunk.owner
         self.bytes_written += chunk.nbytes
         self._count(key)
         self._use(key, stored)
@@ -183,17 +192,15 @@ class MemoryChunkStore:
         stored.num_uses += 1
         stored.last_use = next(self._use_numbers)
         stored.priority = self._clock + stored.num_uses * stored.cost_per_byte
+        self._last_uses[stored.chunk.owner.name] = self._now()
         self._queue(key)
 
     def _queue(self, key: str) -> None:
-        """Put a chunk into the heap as it is now."""
+        """Note when a chunk will leave, as it is now."""
         stored = self._chunks.get(key)
-        if stored is None:
-            return
-        heapq.heappush(self._by_priority, (self._level(key), stored.priority, stored.last_use, key))
-        if len(self._by_priority) > 4 * len(self._chunks) + 64:
-            self._by_priority = [entry for entry in self._by_priority if self._is_current(*entry)]
-            heapq.heapify(self._by_priority)
+        if stored is not None:
+            place = Place(self._level(key), stored.priority, stored.last_use, key)
+            self._order.add(stored.chunk.owner.name, place)
 
     def _level(self, key: str) -> int:
         return self._retained[key][0] if key in self._counted else 0
@@ -217,8 +224,9 @@ class MemoryChunkStore:
             if not self._counted_bytes[owner]:
                 del self._counted_bytes[owner]
 
-    def _is_current(self, level: int, priority: float, last_use: int, key: str) -> bool:
-        return key in self._chunks and self._chunks[key].last_use == last_use and self._level(key) == level
+    def _is_current(self, place: Place) -> bool:
+        stored = self._chunks.get(place.key)
+        return stored is not None and stored.last_use == place.last_use and self._level(place.key) == place.level
 
     def _end_retention(self) -> None:
         """Let go of what need not be retained any longer."""
@@ -229,104 +237,45 @@ class MemoryChunkStore:
                 del self._retained[key]
                 self._queue(key)
 
-    def _evict(self) -> bool:
-        """Drop the chunk of the least priority that is not pinned. Return False if there is none."""
+    def _make_room(self, owner: Owner, num_bytes: int, is_done: Callable[[], bool]) -> bool:
+        """Evict until a chunk of an owner fits. Return False if that cannot be: others keep their parts, and an owner
+        its limit."""
+        limit = self.budget_bytes if owner.max_bytes is None else min(owner.max_bytes, self.budget_bytes)
+        if num_bytes > limit:
+            return False
         self._end_retention()
-        pinned, found = [], False
-        while self._by_priority and not found:
-            entry = level, priority, _, key = heapq.heappop(self._by_priority)
-            if not self._is_current(*entry):
-                continue
-            if key in self._pins:
-                pinned.append(entry)
-                continue
-            if level == 0:
-                self._clock = max(self._clock, priority)
-            found = True
-            self.remove(key)
-        for entry in pinned:
-            heapq.heappush(self._by_priority, entry)
-        return found
+        while self.held[owner.name] + num_bytes > limit:
+            if not self._evict_first([owner.name]):
+                return False
+        while not is_done():
+            own = owner.name
+            shares = parts(self.budget_bytes, {**self._active(), own: owner})
+            above = above_their_parts(self.held, shares, own, num_bytes)
+            if above in ([], [own]) and self.num_bytes - self.held[own] + num_bytes > self.budget_bytes:
+                return False  # all that others have is theirs
+            if not (self._evict_first(above) or self._evict_first([own])):
+                return False
+        return True
+
+    def _active(self) -> dict[str, Owner]:
+        """Return the owners that have a part: those that use what they have here, or have retained some of it."""
+        since = self._now() - ACTIVE_SECONDS
+        return {
+            name: owner
+            for name, owner in self._owners.items()
+            if self._last_uses[name] > since or self._counted_bytes[name]
+        }
+
+    def _evict_first(self, owners: Sequence[str]) -> bool:
+        """Drop the chunk that leaves first of all that these owners have. Return False if there is none."""
+        places = [self._order.least(name, self._pins.__contains__) for name in owners]
+        place = min((each for each in places if each is not None), default=None)
+        if place is None:
+            return False
+        if place.level == 0:
+            self._clock = max(self._clock, place.priority)
+        self.remove(place.key)
+        return True
 
     def _bytes_taken(self, chunk: ChunkKV) -> int:
         return chunk.nbytes
-
-
-class PinnedChunkStore(MemoryChunkStore):
-    """Chunks in an arena of pinned host memory, which is all that the store ever takes.
-
-    `put` copies: from a GPU in the background, so that the chunk is there when `ChunkKV.written` is. A chunk that was
-    evicted keeps its piece of the arena for as long as requests, or copies in flight, hold it.
-    """
-
-    def __init__(self, arena: Arena, in_flight: InFlight) -> None:
-        super().__init__(arena.num_bytes)
-        self.arena, self.in_flight = arena, in_flight
-        self.num_unpinned = 0  # chunks for which the arena had no memory
-
-    def put(self, key: str, chunk: ChunkKV) -> ChunkKV:
-        """Keep a copy of a chunk in the arena. A chunk for which nothing can be evicted is not kept, and comes back in
-        ordinary host memory: what is needed now works, and loads slowly."""
-        self.remove(key)
-        memory = self._allocate(chunk.nbytes)
-        if memory is None:
-            if self.num_unpinned == 0:
-                logger.warning(
-                    "the chunks that running requests hold fill the %.2f GiB of pinned memory: others load slowly; "
-                    "raise blend_chunk_cache_gib",
-                    self.budget_bytes / 2**30,
-                )
-            self.num_unpinned += 1
-            unpinned = copy_to_host(chunk, torch.empty(chunk.nbytes, dtype=torch.uint8), self.in_flight)
-            unpinned.wait()
-            return unpinned
-        chunk = copy_to_host(chunk, memory, self.in_flight)
-        self._keep(key, chunk)
-        return chunk
-
-    def allocate(self, num_bytes: int) -> torch.Tensor | None:
-        """Return a piece of the arena as the base class says; None if running requests hold too much.
-
-        For one thread at a time: unlike `put`, this does not look at copies in flight, which are the engine's.
-        """
-        if piece_bytes(num_bytes) > self.budget_bytes:
-            return None
-        memory = self.arena.allocate(num_bytes)
-        while memory is None and self._evict():
-            memory = self.arena.allocate(num_bytes)
-        return memory
-
-    def is_in_place(self, chunk: ChunkKV) -> bool:
-        return self.arena.contains(chunk.k)
-
-    def adopt(self, key: str, chunk: ChunkKV) -> ChunkKV:
-        """Keep a chunk that lies in the arena. One for which the arena had no memory is not kept: it loads slowly, and
-        is counted."""
-        self.remove(key)
-        if self.is_in_place(chunk):
-            self._keep(key, chunk)
-        else:
-            self.num_unpinned += 1
-        return chunk
-
-    def _allocate(self, num_bytes: int) -> torch.Tensor | None:
-        self.in_flight.release()
-        memory = self.allocate(num_bytes)
-        if memory is None and piece_bytes(num_bytes) <= self.budget_bytes and self.in_flight.wait():
-            memory = self.arena.allocate(num_bytes)
-        return memory
-
-    def _bytes_taken(self, chunk: ChunkKV) -> int:
-        return piece_bytes(chunk.k.untyped_storage().nbytes())  # K and V share a piece
-
-
-def make_chunk_store(
-    budget_bytes: int, chunk_device: torch.device, engine_device: torch.device, in_flight: InFlight
-) -> MemoryChunkStore:
-    """Return the store of an engine whose chunks live on `chunk_device`; `in_flight` holds the chunks that it loads.
-
-    Raises ValueError if the host has too little memory to pin.
-    """
-    if chunk_device.type == "cpu" and engine_device.type == "cuda":
-        return PinnedChunkStore(Arena(pinned_buffer(budget_bytes, "blend_chunk_cache_gib")), in_flight)
-    return MemoryChunkStore(budget_bytes, chunk_device)

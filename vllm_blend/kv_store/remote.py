@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
@@ -108,6 +108,9 @@ class RemoteChunkStore:
             self._ask(lambda: self._objects.delete(self._name(key)))
         except (_Unavailable, Rejected) as error:
             logger.debug("chunk %s was not removed: %s", key, self._redact(str(error)))
+
+    def held(self) -> Mapping[str, int]:
+        return {}
 
     def usage(self) -> None:
         """Return None: what a server stores is not asked for."""

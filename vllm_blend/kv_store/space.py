@@ -8,26 +8,32 @@ claimed, are those of processes that died; they are the first to leave.
 from __future__ import annotations
 
 import fcntl
+import heapq
 import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from errno import ENOSPC
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 
-from vllm_blend.kv_store.index import DEAD, LIVE, Entry, Index
+from vllm_blend.kv_store.index import Index
+from vllm_blend.kv_store.index_rows import DEAD, LIVE, Entry
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.locks import NumberLocks
+from vllm_blend.kv_store.owners import ANYONE, Owner, above_their_parts, parts
 from vllm_blend.kv_store.regular_file import open_regular, require_regular
 from vllm_blend.kv_store.segment import SegmentFiles
 
 logger = logging.getLogger(__name__)
 
+ACTIVE_SECONDS = 86_400.0  # for which an owner that uses nothing keeps its part
 INDEX, OPEN_LOCK, LOCKS = "index.sqlite3", "open.lock", "locks"
 
 
@@ -51,6 +57,7 @@ class DiskSpace:
     def __init__(self, folder: Path, budget_bytes: int, segment_bytes: int, direct: bool, timeout: float) -> None:
         self.budget_bytes, self.segment_bytes, self.timeout = budget_bytes, segment_bytes, timeout
         self.num_evicted = 0
+        self._owners: dict[str, Owner] = {}  # those that this process has stored chunks for, by id
         folder.mkdir(parents=True, exist_ok=True)
         with _exclusive(folder / OPEN_LOCK, timeout):
             self.files = SegmentFiles(folder, direct)
@@ -88,28 +95,42 @@ class DiskSpace:
             keys = [entry.key for entry in entries if entry.id not in live]  # replaced in between
         return found
 
+    def held(self) -> dict[str, int]:
+        """Return the bytes of those owners that this process has stored chunks for, by name."""
+        held = self.index.held()
+        return {owner.name: held[each] for each, owner in [*self._owners.items()] if each in held}
+
     def release(self, entry: Entry) -> None:
         self.locks.unshare(entry.id)
 
-    def reserve(self, rows: Sequence[NewRow], uses: Mapping[int, int]) -> list[Entry] | None:
-        """Return entries with space for chunks, which are this process's to write; `publish` or `discard` follows. None
-        where too much is held. `uses` of other chunks (id -> how many) are counted first."""
+    def reserve(self, rows: Sequence[NewRow], uses: Mapping[int, int], owner: Owner = ANYONE) -> list[Entry] | None:
+        """Return entries with space for chunks of an owner, which are this process's to write; `publish` or `discard`
+        follows. None where too much is held, or is others' part. `uses` of other chunks (id -> how many) are counted
+        first."""
         num_bytes = sum(row.num_bytes for row in rows)
+        limit = self.budget_bytes if owner.max_bytes is None else min(owner.max_bytes, self.budget_bytes)
+        if num_bytes > limit:
+            return None  # a part of them may fit
+        self._owners[owner.id] = owner
         deadline = time.monotonic() + self.timeout
         while True:
             with self._claiming() as claimed:
                 self.index.touch(uses)
+                above = self.index.held().get(owner.id, 0) + num_bytes - limit if self.files.can_punch else 0
                 missing = self.index.num_bytes + num_bytes - self.budget_bytes
-                if missing <= 0:
+                if missing <= 0 and above <= 0:
                     for row in rows:
                         entry = self.index.insert(row.key, row.num_bytes, row.header, row.cost, self.segment_bytes)
                         if not self.locks.claim(entry.id):
                             raise OSError(f"chunk {entry.id} is new and already locked")
                         claimed.append(entry)
+                        if owner.id:
+                            self.index.owners.give(entry.id, owner.id)
                         if row.name is not None:
                             self.index.set_name(entry, *row.name)
                     return claimed
-                if not self._evict(missing, claimed):
+                candidates = self._own(owner) if above > 0 else self._candidates(owner, num_bytes)
+                if not self._evict(above if above > 0 else missing, claimed, candidates):
                     return None
             self._give_back(claimed)  # and try again: another process may be faster
             uses = {}
@@ -150,33 +171,55 @@ class DiskSpace:
         except (OSError, sqlite3.Error) as error:  # what is not held is cleared away by the next process
             logger.debug("%d chunks were not cleared away: %s", len(entries), error)
 
-    def _evict(self, missing: int, claimed: list[Entry]) -> bool:
+    def _evict(self, missing: int, claimed: list[Entry], candidates: Generator[list[Entry], None, None]) -> bool:
         """Give up chunks of `missing` bytes or more, and claim them. Return False, with nothing changed, where there
         are not enough. Inside of a transaction."""
-        for group in self._candidates():
-            if self._claim(group):
-                claimed += group
-                missing -= sum(entry.extent.num_bytes for entry in group)
-            if missing <= 0:
-                break
-        else:
-            self._unclaim(claimed)
-            claimed.clear()
-            return False
+        with closing(candidates):  # a query that is left open would keep the index as it was, and from being changed
+            for group in candidates:
+                if self._claim(group):
+                    claimed += group
+                    missing -= sum(entry.extent.num_bytes for entry in group)
+                if missing <= 0:
+                    break
+            else:
+                self._unclaim(claimed)
+                claimed.clear()
+                return False
         live = [entry for entry in claimed if entry.state == LIVE]
         self.index.advance_clock(live)
         self.index.give_up(claimed)
         self.num_evicted += len(live)
         return True
 
-    def _candidates(self) -> Iterator[list[Entry]]:
-        """Yield what may leave, in that order; each group goes as a whole."""
+    def _candidates(self, owner: Owner = ANYONE, num_bytes: int = 0) -> Generator[list[Entry], None, None]:
+        """Yield what may leave for chunks of an owner, in that order; each group goes as a whole. Where a file is given
+        back as a whole, it goes with the chunks of all owners in it."""
         if not self.files.can_punch:
             yield from self.index.by_priority_of_segments()
             return
         for entry in self.index.unfinished():
             yield [entry]
-        for entry in self.index.by_priority():
+        held, active = Counter(self.index.held()), self.index.owners.active(time.time() - ACTIVE_SECONDS) | {owner.id}
+        shares = parts(self.budget_bytes, {each: self._owners.get(each, ANYONE) for each in active})
+        above = above_their_parts(held, shares, owner.id, num_bytes)
+        if above in ([], [owner.id]) and held.total() - held[owner.id] + num_bytes > self.budget_bytes:
+            return  # all that others have is theirs
+        for _, each, entry in heapq.merge(*map(self._ranked, above), key=itemgetter(0)):
+            if each == owner.id or held[each] > shares.get(each, 0):
+                held[each] -= entry.extent.num_bytes
+                yield [entry]
+        if owner.id not in above:
+            for _, entry in self.index.by_priority(owner.id):
+                yield [entry]
+
+    def _ranked(self, owner: str) -> Iterator[tuple[tuple[float, int], str, Entry]]:
+        return (((priority, entry.id), owner, entry) for priority, entry in self.index.by_priority(owner))
+
+    def _own(self, owner: Owner) -> Generator[list[Entry], None, None]:
+        """Yield what leaves when an owner has reached its limit."""
+        for entry in self.index.unfinished():
+            yield [entry]
+        for _, entry in self.index.by_priority(owner.id):
             yield [entry]
 
     def _clear_away(self) -> None:
@@ -189,7 +232,7 @@ class DiskSpace:
         self._give_back(claimed)
         with self._claiming() as claimed:
             above = self.index.num_bytes - self.budget_bytes
-            if above > 0 and not self._evict(above, claimed):
+            if above > 0 and not self._evict(above, claimed, self._candidates()):
                 logger.warning("%s holds %d bytes more than its budget, all in use", self.files.folder, above)
         self._give_back(claimed)
 

@@ -17,6 +17,7 @@ import torch
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk
 from vllm_blend.kv_store.host_memory import aligned_empty
 from vllm_blend.kv_store.memory import MemoryChunkStore
+from vllm_blend.kv_store.owners import ANYONE, Owner
 from vllm_blend.kv_store.pending import Arrivals, PendingChunk, RequestedChunk, StartedReads
 from vllm_blend.kv_store.stats import SharedTimer
 from vllm_blend.kv_store.tiers import MEMORY, ChunkLoad, LoadObserver, ReadMany, TierStorage
@@ -100,9 +101,10 @@ class TieredChunkStore:
         expected: ExpectedChunk | None = None,
         may_recompute: bool = False,
         arrivals: Arrivals | None = None,
+        owner: Owner = ANYONE,
     ) -> ChunkKV | None:
-        """Return a chunk from a tier below the memory, which keeps it from now on. Takes as long as the tiers' own
-        deadlines. A chunk that is not the `expected` one is a miss of its tier.
+        """Return a chunk from a tier below the memory, which keeps it from now on, in its owner's space. Takes as long
+        as the tiers' own deadlines. A chunk that is not the `expected` one is a miss of its tier.
 
         With `may_recompute`, the observer may have the expected chunk computed again instead: None. With `arrivals`,
         which requests this chunk, a tier that can do so begins to read all that it requests, and others may use what
@@ -110,7 +112,7 @@ class TieredChunkStore:
         """
         for index, tier in enumerate(self.below):
             if arrivals is not None and tier.read_many is not None:
-                started = arrivals.start(partial(self._start_reads, tier, tier.read_many))
+                started = arrivals.start(partial(self._start_reads, tier, tier.read_many, owner))
                 if key in started.declined:
                     return None
                 pending = started.pending.get(key)
@@ -122,9 +124,10 @@ class TieredChunkStore:
                         continue
                     if self._is_declined(tier, expected):
                         return None
-                chunk = self._read(tier, key, expected)
+                chunk = self._read(tier, key, expected, owner)
             if chunk is None:
                 continue
+            chunk = chunk.owned_by(owner)
             if expected is not None:  # which the tier has compared it with
                 chunk = chunk.with_content(expected.chunk)
             chunk = self._keep(key, chunk)
@@ -199,6 +202,7 @@ class TieredChunkStore:
         yield f"{MEMORY}_bytes_written", memory.bytes_written
         yield f"{MEMORY}_bytes", memory.num_bytes
         yield f"{MEMORY}_chunks", len(memory)
+        yield f"{MEMORY}_writes_refused", memory.num_refused
         for tier in self.below:
             stats = tier.storage.stats
             yield f"{tier.name}_hits", stats.num_hits
@@ -215,22 +219,32 @@ class TieredChunkStore:
                 yield f"{tier.name}_bytes", usage[0]
                 yield f"{tier.name}_chunks", usage[1]
 
+    def held(self) -> Iterator[tuple[str, str, int]]:
+        """Yield what owners hold, as tier, owner's name and bytes, as far as tiers know owners."""
+        with self._lock:
+            held = dict(self.memory.held)
+        yield from ((MEMORY, name, num_bytes) for name, num_bytes in held.items())
+        for tier in self.below:
+            yield from ((tier.name, name, num_bytes) for name, num_bytes in tier.storage.held().items())
+
     def _is_declined(self, tier: Tier, expected: ExpectedChunk) -> bool:
         """Return whether to compute a chunk although a tier has it."""
         load = ChunkLoad(tier.name, expected.num_bytes, len(expected.chunk.token_ids))
         return self.observer is not None and self.observer.recompute(load)
 
-    def _read(self, tier: Tier, key: str, expected: ExpectedChunk | None) -> ChunkKV | None:
+    def _read(self, tier: Tier, key: str, expected: ExpectedChunk | None, owner: Owner) -> ChunkKV | None:
         start = tier.timer.start()
         try:
-            chunk = tier.storage.get(key, self._allocate, expected)
+            chunk = tier.storage.get(key, partial(self._allocate, owner), expected)
         finally:
             seconds = tier.timer.stop(start)
         if chunk is not None:
             self._observe(tier, chunk, seconds)
         return chunk
 
-    def _start_reads(self, tier: Tier, read_many: ReadMany, requested: Mapping[str, RequestedChunk]) -> StartedReads:
+    def _start_reads(
+        self, tier: Tier, read_many: ReadMany, owner: Owner, requested: Mapping[str, RequestedChunk]
+    ) -> StartedReads:
         """Begin to read what a tier has of the requested chunks."""
         declined = frozenset(
             key
@@ -239,7 +253,7 @@ class TieredChunkStore:
             if self._is_declined(tier, chunk.expected)
         )
         keys = [key for key in requested if key not in declined]
-        found = read_many(keys, self._allocate, {key: requested[key].expected for key in keys})
+        found = read_many(keys, partial(self._allocate, owner), {key: requested[key].expected for key in keys})
         pending = {key: chunk for key, chunk in zip(keys, found, strict=True) if chunk is not None}
         for chunk in pending.values():
             chunk.watch(done=partial(self._stop_timer, tier, chunk, tier.timer.start()))
@@ -256,9 +270,9 @@ class TieredChunkStore:
         if self.observer is not None:
             self.observer.loaded(ChunkLoad(tier.name, chunk.nbytes, chunk.num_tokens), seconds)
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor | None:
+    def _allocate(self, owner: Owner, num_bytes: int) -> torch.Tensor | None:
         with self._lock:
-            memory = self.memory.allocate(num_bytes)
+            memory = self.memory.allocate(num_bytes, owner)
         return aligned_empty(num_bytes) if memory is None else memory
 
     def _keep(self, key: str, chunk: ChunkKV) -> ChunkKV:
@@ -269,7 +283,7 @@ class TieredChunkStore:
             chunk = chunk.moved(k, v)
         elif not self.memory.is_in_place(chunk):
             with self._lock:
-                memory = self.memory.allocate(chunk.nbytes)
+                memory = self.memory.allocate(chunk.nbytes, chunk.owner)
             if memory is not None:
                 chunk = copy_to_host(chunk, memory, self._no_copies)
         with self._lock:

@@ -57,6 +57,9 @@ class TierStorage(Protocol):
     def usage(self) -> tuple[int, int] | None:
         """Return the bytes and the number of chunks that are stored, where they are known."""
 
+    def held(self) -> Mapping[str, int]:
+        """Return the bytes of each owner, by name, as far as they are known here."""
+
     def close(self) -> None: ...
 
 

@@ -6,24 +6,40 @@ import asyncio
 import json
 import resource
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import uvicorn
+from starlette.responses import PlainTextResponse
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from tests.clock import run_in_virtual_time
 from tests.entrypoints.openai.servers import fake_engine, serving
 from tests.waiting import DEADLINE
-from vllm_blend.entrypoints.openai.connection import LINGER_BYTES, ConnectionLimits, LimitedProtocol
+from vllm_blend.entrypoints.openai.connection import (
+    LEAST_READ_BYTES,
+    LINGER_BYTES,
+    ConnectionLimits,
+    LimitedProtocol,
+)
+from vllm_blend.entrypoints.openai.generation import MAX_OUTPUTS_WAITING, Generation
+from vllm_blend.entrypoints.openai.metrics import Recorder
+from vllm_blend.entrypoints.openai.middleware import RequestContext
 from vllm_blend.entrypoints.openai.run import OTHER_FILES, allow_files
+from vllm_blend.entrypoints.openai.tenancy import Tenants
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.outputs import CompletionOutput, RequestOutput
+from vllm_blend.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.cpu_only
 
 LIMIT, MAX_HEADERS = 4096, 8
 PIECE = 1024
+WRITE_SECONDS = 30.0
 KEYS: dict[str, Any] = {"api_key": ["k"]}  # without them the server would ask the engine for its tokenizer
 HEAD = b"GET /ping HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = b"POST /ping HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -34,7 +50,7 @@ class Transport(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.written, self.is_closed = b"", False
+        self.written, self.is_closed, self.is_aborted, self.num_waiting = b"", False, False, 0
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
@@ -47,6 +63,12 @@ class Transport(asyncio.Transport):
 
     def close(self) -> None:
         self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_waiting
 
     def is_closing(self) -> bool:
         return self.is_closed
@@ -80,7 +102,7 @@ async def _answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 def connect(statuses: list[int]) -> tuple[LimitedProtocol, Transport, Counting]:
-    limits = ConnectionLimits(LIMIT, MAX_HEADERS, DEADLINE, 1)
+    limits = ConnectionLimits(LIMIT, MAX_HEADERS, DEADLINE, 1, WRITE_SECONDS)
     config = uvicorn.Config(cast(Any, _answer), log_config=None, ws="none")
     protocol = LimitedProtocol(config, ServerState(), {}, limits=limits, on_refused=statuses.append)
     parser = Counting(protocol.parser)
@@ -190,6 +212,94 @@ def test_silent_and_slow_clients_are_sent_away() -> None:
                 kept.sendall(HEAD + b"\r\n")
                 assert kept.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
             assert read_all(kept) == b""
+
+
+@pytest.mark.parametrize("first", [LEAST_READ_BYTES, LEAST_READ_BYTES - 1])
+def test_a_client_that_does_not_read_is_cut_off(first: int) -> None:
+    """As soon as it has read too little for as long as it may, and not before."""
+
+    async def run() -> None:
+        now = asyncio.get_running_loop().time
+        protocol, transport, _ = connect([])
+        transport.num_waiting = 10 * LEAST_READ_BYTES
+        protocol.pause_writing()
+        for _ in range(3):
+            transport.num_waiting -= LEAST_READ_BYTES
+            await asyncio.sleep(WRITE_SECONDS + 0.01)
+            assert not transport.is_aborted
+        transport.num_waiting -= first
+        begun = now()
+        while not transport.is_aborted and now() < begun + 10 * WRITE_SECONDS:
+            await asyncio.sleep(1.0)
+        enough = first >= LEAST_READ_BYTES
+        assert transport.is_aborted and WRITE_SECONDS * enough <= now() - begun <= WRITE_SECONDS * (1 + enough) + 1
+        protocol.connection_lost(None)
+        other, transport, _ = connect([])
+        other.pause_writing()
+        other.resume_writing()
+        await asyncio.sleep(10 * WRITE_SECONDS)
+        assert not transport.is_aborted, "what has been read in time is forgotten"
+        other.connection_lost(None)
+
+    run_in_virtual_time(run())
+
+
+@pytest.mark.parametrize(("pause", "status"), [(1.0, 200), (13.0, 408)])
+def test_a_body_that_trickles_is_cut_off(pause: float, status: int) -> None:
+    """Ten pieces have 120 s together. The client's leaving, for which an endpoint waits after that, has any time."""
+
+    async def run() -> list[Message]:
+        sent: list[Message] = []
+        left = 10
+
+        async def receive() -> Message:
+            nonlocal left
+            await asyncio.sleep(pause if left else 1e6)
+            left -= 1
+            return (
+                {"type": "http.request", "body": b"x", "more_body": left > 0}
+                if left >= 0
+                else {"type": "http.disconnect"}
+            )
+
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            while (await receive()).get("more_body"):
+                pass
+            assert (await receive())["type"] == "http.disconnect"
+            await PlainTextResponse("fine")(scope, receive, send)
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        app = RequestContext(endpoint, Tenants(), 100, False, lambda _: None, body_timeout=120.0)
+        await app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+        assert status == 200 or asyncio.get_running_loop().time() == pytest.approx(120.0)
+        return sent
+
+    assert run_in_virtual_time(run())[0]["status"] == status
+
+
+def test_outputs_that_nobody_reads_are_not_made_one_by_one() -> None:
+    made = 0
+
+    async def generate(*_: Any, **__: Any) -> AsyncGenerator[RequestOutput, None]:
+        nonlocal made
+        while made < 10_000:
+            made += 1
+            yield RequestOutput("r", None, [1], None, [CompletionOutput(0, "a", [7])], False)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        engine: Any = SimpleNamespace(generate=generate)
+        recorder: Any = SimpleNamespace(request=lambda *_: Recorder("m").request(SamplingParams(), 0.0))
+        generation = Generation(engine, recorder, "r", [(ParsedPrompt([1]), SamplingParams())])
+        async with aclosing(generation.outputs()) as outputs:
+            await anext(outputs)
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert made <= MAX_OUTPUTS_WAITING + 3
+
+    asyncio.run(run())
 
 
 def test_connections_beyond_the_limit_are_refused_and_take_no_place() -> None:

@@ -79,8 +79,17 @@ def test_responses_have_log_probabilities_if_they_are_asked_for(stream: bool, se
     assert all(len(token["top_logprobs"]) == 2 and token["logprob"] <= 0 for token in shown["logprobs"])
     assert bytes(byte for token in shown["logprobs"] for byte in token["bytes"]).decode() == shown["text"]
     if stream:
-        done = next(each for each in events(server, RESPONSES, asked) if each["type"] == "response.output_text.done")
-        assert done["logprobs"] == shown["logprobs"]
+        pieces = {
+            kind: [each for each in events(server, RESPONSES, asked) if each["type"] == f"response.output_text.{kind}"]
+            for kind in ("delta", "done")
+        }
+        [done] = pieces["done"]
+        plain = [{"token": each["token"], "logprob": each["logprob"]} for each in shown["logprobs"]]
+        assert [{"token": each["token"], "logprob": each["logprob"]} for each in done["logprobs"]] == plain
+        assert [each for delta in pieces["delta"] for each in delta["logprobs"]] == done["logprobs"]
+        for delta in pieces["delta"]:
+            assert "".join(each["token"] for each in delta["logprobs"]) == delta["delta"]
+        assert not any("bytes" in each for each in (*done["logprobs"], *done["logprobs"][0]["top_logprobs"]))
     assert part(body)["logprobs"] == []
     refused = post(server, RESPONSES, body | {"top_logprobs": 2}, 400)["error"]
     assert refused["param"] == "top_logprobs" and "needs include" in refused["message"]

@@ -18,6 +18,7 @@ from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.generation import TokenCounter
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.tenancy import ANYONE, Limits, Tenant, Tenants, Usage, read_keys
+from vllm_blend.kv_store.owners import Owner
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -51,12 +52,16 @@ def test_wrong_keys(headers: dict[str, str]) -> None:
 def test_files_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(
-        "# tenants\nalice key-1 requests=8\n\n  alice key-2 tokens-per-minute=500\nkey-3==  requests=2 weight=3\n"
+        "# tenants\nalice key-1 requests=8\n\n  alice key-2 tokens-per-minute=500\n"
+        "key-3==  requests=2 weight=3 store-mib=64\n"
     )
-    both = [Limits(requests=8), Limits(tokens_per_minute=500), Limits(requests=2, weight=3)]
+    both = [Limits(requests=8), Limits(tokens_per_minute=500), Limits(requests=2, weight=3, store_mib=64)]
     assert read_keys(path) == list(zip(("alice", "alice", None), ("key-1", "key-2", "key-3=="), both, strict=True))
     alice = Tenants.from_options(None, str(path)).authenticate(bearer("key-1"))
     assert alice.limits == Limits(requests=8, tokens_per_minute=500)
+    assert alice.owner == Owner("alice")
+    nameless = Tenants.from_options(None, str(path)).authenticate(bearer("key-3=="))
+    assert nameless.owner == Owner("key-3", 3, 64 << 20)
     for text, message in (
         ("alice key 1\n", "line 1 of .* has 3 words"),
         ("# none\n", "has no key"),

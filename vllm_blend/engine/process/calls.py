@@ -17,6 +17,7 @@ import msgspec
 
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.owners import Owner
 
 
 def get_metrics(engine: LLMEngine) -> list[tuple[str, str, float]]:
@@ -28,13 +29,14 @@ def reset_prefix_cache(engine: LLMEngine) -> None:
     engine.reset_prefix_cache()
 
 
-def encode_chunks(engine: LLMEngine, parsed: ParsedPrompt) -> Future[list[dict[str, Any]]]:
-    """Have the chunks of a context (`prompt_parser.parse_context`) computed and stored while other requests go on,
-    wherever they may stand in a prompt. The result has the `key` and `num_tokens` of each: their KV stays here."""
+def encode_chunks(engine: LLMEngine, parsed: ParsedPrompt, owner: Owner) -> Future[list[dict[str, Any]]]:
+    """Have the chunks of a context (`prompt_parser.parse_context`) computed and stored for an owner while other
+    requests go on, wherever they may stand in a prompt. The result has the `key` and `num_tokens` of each: their KV
+    stays here."""
     _, ids = engine.composer.finder.identify(parsed, everywhere=True)
     done: Future[list[dict[str, Any]]] = Future()
     result = [{"key": chunk.key, "num_tokens": len(chunk.token_ids)} for chunk in ids]
-    engine.begin_encoding(parsed, lambda: done.set_result(result))
+    engine.begin_encoding(parsed, lambda: done.set_result(result), owner=owner)
     return done
 
 

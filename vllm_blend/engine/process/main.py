@@ -180,9 +180,8 @@ class EngineLoop:
                     new.arrival_time,
                     priority=new.priority,
                     on_advance=watch,
-                    tenant=new.tenant,
+                    owner=new.owner,
                     call=new.call,
-                    weight=new.weight,
                 )
             )
         except Exception as error:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.owners import ANYONE, Owner
 from vllm_blend.outputs import BlendStats, Logprob, RequestMetrics
 from vllm_blend.sampling_params import SamplingParams
 
@@ -29,9 +30,8 @@ class Add(msgspec.Struct, array_like=True, tag=True):
     params: SamplingParams
     arrival_time: float
     priority: int
-    tenant: str = ""
+    owner: Owner = ANYONE
     call: str = ""
-    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True):

@@ -38,13 +38,13 @@ class Preparation:
     def add(self, new: Add) -> None:
         """Queue a request. Raises QueueFullError if as many of its tenant wait as may."""
         with self._changing:
-            if self._queue.count((new.tenant,)) >= MAX_WAITING:
+            if self._queue.count((new.owner.name,)) >= MAX_WAITING:
                 raise QueueFullError(
                     f"{MAX_WAITING} requests wait for their structured outputs to be compiled, as many as may: try "
                     "again in a few seconds",
                     retry_after=5.0,
                 )
-            self._queue.add((new.tenant,), new)
+            self._queue.add((new.owner.name,), new)
             self._known.add(new.number)
             self._begin()
 
@@ -79,6 +79,6 @@ class Preparation:
             self._prepare(new.params)
         finally:
             with self._changing:
-                self._busy.discard((new.tenant,))
+                self._busy.discard((new.owner.name,))
                 self.done.append(new)
                 self._begin()

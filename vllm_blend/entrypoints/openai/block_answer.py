@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from vllm_blend.detokenizer import TokenTexts, token_bytes_function
+from vllm_blend.entrypoints.openai.block_logprobs import BlockLogprobs
 from vllm_blend.entrypoints.openai.blocks import Block, BlockReader, Step
 from vllm_blend.entrypoints.openai.chat_request import ChatCall
 from vllm_blend.entrypoints.openai.generation import Generation
@@ -32,17 +33,15 @@ class BlockAnswer(ABC):
         self._counter = UsageCounter()
         self._reader = BlockReader(self.call.parsers.make(self.call.prompt.text))
         self._token_ids: list[int] = []
-        self._text = ""
-        self._logprobs: list[TokenLogprob] = []
         tokenizer = self.server.engine.get_tokenizer()
         self._texts = TokenTexts(tokenizer, self.call.params.skip_special_tokens, self.call.prompt.token_ids)
+        self._logprobs = BlockLogprobs()
 
     def _read_whole(self, output: RequestOutput) -> CompletionOutput:
         """Read the output of a call that does not stream. Return its completion."""
         [completion] = output.outputs
         self._counter.add(0, output)
-        self._take_tokens(completion)
-        for _ in self._reader.feed(completion.text, True):
+        for _ in self._steps(completion):
             pass
         return completion
 
@@ -57,40 +56,26 @@ class BlockAnswer(ABC):
                     for event in self._first_events():
                         yield event
                 for last in output.outputs:
-                    self._take_tokens(last)
-                    for step, block, text in self._reader.feed(last.text, last.finish_reason is not None):
+                    for step, block, text in self._steps(last):
                         for event in self._block_events(step, block, text):
                             yield event
         if last is not None:
             for event in self._last_events(last):
                 yield event
 
-    def _take_tokens(self, completion: CompletionOutput) -> None:
-        self._text += completion.text
+    def _steps(self, completion: CompletionOutput) -> Iterator[tuple[Step, Block, str]]:
+        """Return what new tokens do to the blocks (see `BlockReader.feed`)."""
         self._token_ids += completion.token_ids
-        if completion.logprobs is None:
-            return
+        if completion.logprobs is not None:
+            self._logprobs.add(self._new_logprobs(completion, completion.logprobs))
+        return self._logprobs.steps(self._reader, completion.text, completion.finish_reason is not None)
+
+    def _new_logprobs(self, completion: CompletionOutput, given: Sequence[Any]) -> list[TokenLogprob]:
         tokenizer = self.server.engine.get_tokenizer()
-        ends, entries = completion.finish_reason is not None, cast("Sequence[Any]", completion.logprobs)
-        texts = self._texts.read(completion.token_ids, completion.text, ends)
+        texts = self._texts.read(completion.token_ids, completion.text, completion.finish_reason is not None)
         bytes_of = token_bytes_function(tokenizer, len(tokenizer))
         num_top = self.call.params.logprobs or 0
-        self._logprobs += chat_logprobs(completion.token_ids, texts, entries, num_top, False, bytes_of).content or []
-
-    def _logprobs_of(self, block: Block) -> list[dict[str, Any]]:
-        """Return the log-probabilities of the tokens of a block of text, once it has closed."""
-        earlier = [each for each in self._reader.blocks if each.kind != "call" and each.index < block.index]
-        position = 0
-        for each in (*earlier, block):  # calls stand between them
-            start = self._text.find(each.text, position)
-            position = max(start, position) + len(each.text)
-        start, found, offset = position - len(block.text), [], 0
-        for token in self._logprobs:
-            stop = offset + len(token.token)
-            if token.bytes and (start < stop <= position if token.token else start <= offset < position):
-                found.append(token.model_dump())
-            offset = stop
-        return found
+        return chat_logprobs(completion.token_ids, texts, given, num_top, False, bytes_of).content or []
 
     def _num_reasoning_tokens(self) -> int:
         """Return how many tokens of the answer belong to its reasoning, once it has been read."""

@@ -45,6 +45,11 @@ class BlockReader:
                 yield "open", self._begin(Block(0, "text")), ""
             yield from self._close()
 
+    @property
+    def num_held(self) -> int:
+        """Return how many characters at the end of the answer so far are in no block yet."""
+        return self._parser.num_held
+
     def is_cut_by(self, stop_reason: int | str | None) -> bool:
         return self._parser.is_cut_by(stop_reason)
 

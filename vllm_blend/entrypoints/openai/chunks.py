@@ -160,7 +160,7 @@ async def _encode(server: Server, parsed: ParsedPrompt) -> list[str]:
         )
     with counted(server.num_encoding, tenant.name):
         tenant.usage.count(tenant.limits, len(parsed.token_ids))
-        chunks = await server.engine.call("encode_chunks", parsed)
+        chunks = await server.engine.call("encode_chunks", parsed, tenant.owner)
     return [chunk["key"] for chunk in chunks]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,19 +16,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vllm_blend.entrypoints.openai.errors import APIError
 
+logger = logging.getLogger(__name__)
+
 LINGER_SECONDS = 2.0  # how long a refused client may go on sending before its connection is closed: it reads then
 LINGER_BYTES = 1 << 20  # and how much
+LEAST_READ_BYTES = 1 << 14  # that a client must read of an answer within the limit
 FIELD_BYTES = 4  # that a header has besides its name and value
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How much a connection may take. `head_bytes` are those of a request's first line and headers together."""
+    """How much a connection may take. `head_bytes` are those of a request's first line and headers together.
+    `write_seconds` is the time in which a client must read some of an answer that waits for it."""
 
     head_bytes: int
     num_headers: int
     head_seconds: float
     num_connections: int
+    write_seconds: float
 
 
 class _Refused(Exception):
@@ -50,6 +56,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None  # ends a connection that is silent, or whose head takes too long
         self._refused = False
         self._dropped = 0  # bytes that came after the refusal
+        self._stall_timer: asyncio.TimerHandle | None = None  # while what is written waits for the client
+        self._num_unread = 0  # bytes that waited when it was set
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -60,7 +68,17 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Wait until the client has read most of what is written: the application does not write meanwhile."""
+        super().pause_writing()
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -137,6 +155,25 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _await_reading(self) -> None:
+        self._num_unread = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(self.limits.write_seconds, self._on_stalled)
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _on_stalled(self) -> None:
+        if self._num_unread - self.transport.get_write_buffer_size() >= LEAST_READ_BYTES:
+            self._await_reading()
+            return
+        logger.info(
+            "a client has read less than %d bytes in %g s (--write-timeout): its connection is cut",
+            *(LEAST_READ_BYTES, self.limits.write_seconds),
+        )
+        self.transport.abort()  # a connection that is closed in good order would wait for the client, too
 
     def _on_late(self) -> None:
         self._timer = None

@@ -25,6 +25,7 @@ from vllm_blend.outputs import RequestOutput
 from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
+MAX_OUTPUTS_WAITING = 16  # of a call, for the client to read
 _Item = tuple[int, RequestOutput | BaseException | None]
 _ending: set[asyncio.Task[None]] = set()  # cancelled ones, which nothing else refers to
 
@@ -73,7 +74,8 @@ class Generation:
 
         Raises the first error that any of the requests meets, and APIError for one that was aborted or has failed.
         """
-        queue: asyncio.Queue[_Item] = asyncio.Queue()
+        # A slow reader, as its client is, gets fewer and larger outputs: those that wait are not kept one by one.
+        queue: asyncio.Queue[_Item] = asyncio.Queue(MAX_OUTPUTS_WAITING)
         # Requests have tasks of their own, so that closing this generator does not wait for the engine to abort them.
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -111,7 +113,8 @@ class Generation:
         prompt, params = self.jobs[index]
         try:
             with ExitStack() as stack:
-                observers = [stack.enter_context(self.metrics.request(prompt, params, self.arrival_time)).on_output]
+                observed = (prompt, params, self.arrival_time, self.tenant.name)
+                observers = [stack.enter_context(self.metrics.request(*observed)).on_output]
                 if self.tenant.limits.tokens_per_minute is not None:
                     is_delta = params.output_kind is RequestOutputKind.DELTA
                     observers.append(TokenCounter(self.tenant, len(prompt.token_ids), is_delta).on_output)
@@ -127,16 +130,17 @@ class Generation:
                     deadline=self.deadline,
                     tenant=self.tenant.name,
                     call=self.request_id,
-                    weight=self.tenant.limits.weight or 1,
+                    weight=self.tenant.owner.weight,
+                    max_store_bytes=self.tenant.owner.max_bytes,
                 )
                 async with aclosing(outputs):
                     async for output in outputs:
                         for observe in observers:
                             observe(output)
-                        queue.put_nowait((index, output))
-            queue.put_nowait((index, None))
+                        await queue.put((index, output))
+            await queue.put((index, None))
         except Exception as error:
-            queue.put_nowait((index, error))
+            await queue.put((index, error))
 
     def _check(self, output: RequestOutput) -> None:
         reasons = [completion.finish_reason for completion in output.outputs]

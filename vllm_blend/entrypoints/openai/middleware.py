@@ -118,14 +118,14 @@ class RequestContext:
         client's leaving, may take any time."""
         if self.body_timeout is None:
             return receive
-        seconds, ends, is_complete = self.body_timeout, time.monotonic() + self.body_timeout, False
+        seconds, ends, is_complete = self.body_timeout, asyncio.get_running_loop().time() + self.body_timeout, False
 
         async def receive_in_time() -> Message:
             nonlocal is_complete
             if is_complete:
                 return await receive()
             try:
-                async with asyncio.timeout(max(0.0, ends - time.monotonic())):
+                async with asyncio.timeout_at(ends):
                     message = await receive()
             except TimeoutError:
                 raise APIError(

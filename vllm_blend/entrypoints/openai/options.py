@@ -58,6 +58,9 @@ class ServerOptions(OptionGroup):
     header_timeout: float = option(
         20.0, "seconds that a new connection may be silent, or take for a request's headers", check=positive
     )
+    write_timeout: float = option(
+        120.0, "seconds in which a client must read 16 KiB of an answer that waits; then it is cut off", check=positive
+    )
     timeout_keep_alive: int = option(
         5, "seconds that a connection is kept after an answer, for the client's next request", check=positive
     )
@@ -95,6 +98,9 @@ class ServerOptions(OptionGroup):
         False, "do not blend without a verdict of check-model that lets the server's rule, ratio and company pass"
     )
     detect_chunks: bool = option(True, "find passages that were seen before in plain strings")
+    tenant_metrics: bool = option(
+        False, "show tenants by name, and what each has used, in /metrics and on the status page, which need no key"
+    )
     root_path: str = option(
         "", "path under which a proxy serves this server, whether it keeps that path or not", check=_check_path
     )

@@ -86,6 +86,11 @@ class OutputParser:
         self._choice, self._reasoning, self._tools = choice, reasoning, tools
         self._last_arguments: list[str] = []  # of the last call
 
+    @property
+    def num_held(self) -> int:
+        """Return how many characters at the end of the answer so far are held back."""
+        return sum(reader.num_held for reader in (self._reasoning, self._tools) if reader is not None)
+
     def feed(self, text: str) -> MessageDelta:
         """Return what can be told after `text`, the next piece of the answer."""
         delta = MessageDelta(text) if self._reasoning is None else self._reasoning.feed(text)

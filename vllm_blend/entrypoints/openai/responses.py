@@ -129,7 +129,7 @@ class _Answer(BlockAnswer):
         return {"type": "message", "id": f"msg_{item_id}", "role": "assistant", "status": status, "content": content}
 
     def _text_part(self, block: Block) -> dict[str, Any]:
-        return _text_part(block.text, self._logprobs_of(block) if self._logprobs else [])
+        return _text_part(block.text, self._logprobs.of(block))
 
     def _block_events(self, step: Step, block: Block, text: str) -> Iterator[str]:
         item = self._item(block, "completed" if step == "close" else "in_progress")
@@ -141,11 +141,11 @@ class _Answer(BlockAnswer):
             if step == "open":
                 yield self._event("response.content_part.added", **part, part=_text_part("", []))
             elif step == "more":
-                yield self._event("response.output_text.delta", **part, delta=text, logprobs=[])
+                logprobs = _of_event(self._logprobs.new)
+                yield self._event("response.output_text.delta", **part, delta=text, logprobs=logprobs)
             else:
-                yield self._event(
-                    "response.output_text.done", **part, text=block.text, logprobs=item["content"][0]["logprobs"]
-                )
+                logprobs = _of_event(self._logprobs.of(block))
+                yield self._event("response.output_text.done", **part, text=block.text, logprobs=logprobs)
                 yield self._event("response.content_part.done", **part, part=item["content"][0])
         elif block.kind == "reasoning" and step != "open":
             name = "response.reasoning_text.delta" if step == "more" else "response.reasoning_text.done"
@@ -165,3 +165,15 @@ class _Answer(BlockAnswer):
 
 def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _of_event(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return log-probabilities as the events of text have them: without bytes, unlike those of the text itself."""
+
+    def without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
+        return {"token": entry["token"], "logprob": entry["logprob"]}
+
+    return [
+        without_bytes(entry) | {"top_logprobs": [without_bytes(each) for each in entry["top_logprobs"]]}
+        for entry in logprobs
+    ]

@@ -252,7 +252,11 @@ def _terminal_is_gone() -> bool:
 def new_server(app: FastAPI, options: ServerOptions) -> DrainingServer:
     """Return what serves an application in the event loop that runs."""
     limits = ConnectionLimits(
-        options.max_header_size, options.max_header_count, options.header_timeout, options.max_connections
+        options.max_header_size,
+        options.max_header_count,
+        options.header_timeout,
+        options.max_connections,
+        options.write_timeout,
     )
     server: Server = app.state.server
     config = uvicorn.Config(

@@ -56,7 +56,8 @@ class Server:
         self.stored = StoredPassages(self.passages)
         self.num_encoding: Counter[str] = Counter()  # passages that /v1/chunks is having encoded, by tenant
         has_keys = self.options.api_key is not None or self.options.api_keys is not None
-        self.metrics = ServerMetrics(self.engine, self.model_name, shows_passages=not has_keys)
+        shows_tenants = self.options.tenant_metrics
+        self.metrics = ServerMetrics(self.engine, self.model_name, not has_keys, shows_tenants)
         self._num_tokenizing: Counter[str] = Counter()  # that wait for the thread, or are in it, by tenant
         self.pace = Pace(BEGUN)
         self._tokenizing_turns, self._converting_turns = Turns(), Turns()

@@ -17,21 +17,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vllm_blend.entrypoints.openai.errors import APIError
+from vllm_blend.kv_store.owners import Owner
 
 _PURPOSE = b"vllm-blend: salt of a tenant"
 _LIMIT = re.compile(r"([a-z-]+)=([0-9]{1,15})")
-_LIMITS = ("requests", "tokens_per_minute", "weight")
+_LIMITS = ("requests", "tokens_per_minute", "weight", "store_mib")
 _NUMBERED = re.compile(r"key-[0-9]+")  # names of keys without one
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a tenant may ask for: requests at a time, and tokens a minute, of prompts and answers. None: any number. And
-    its weight beside other tenants; None: 1."""
+    """What a tenant may ask for: requests at a time, and tokens a minute, of prompts and answers. None: any number. Its
+    weight beside other tenants; None: 1. And the MiB of stored passages that it may have in each tier; None: as many as
+    there are."""
 
     requests: int | None = None
     tokens_per_minute: int | None = None
     weight: int | None = None
+    store_mib: int | None = None
 
 
 @dataclass(eq=False)
@@ -91,6 +94,12 @@ class Tenant:
     salt: str | None = field(default=None, repr=False)
     limits: Limits = Limits()
     usage: Usage = field(default_factory=Usage, repr=False, compare=False)
+
+    @property
+    def owner(self) -> Owner:
+        """Return the tenant as the chunk store knows it."""
+        mib = self.limits.store_mib
+        return Owner(self.name, self.limits.weight or 1, None if mib is None else mib << 20)
 
     def combined_salt(self, cache_salt: str | None) -> str | None:
         """Return the salt of a request: the tenant's, and the request's own on top. None where there is neither."""
@@ -197,7 +206,7 @@ def read_keys(path: Path) -> list[tuple[str | None, str, Limits]]:
             if name not in _LIMITS or value == 0:
                 raise ValueError(
                     f"api_keys: line {number} of {path} has the limit {found[0]!r}: write requests=N, "
-                    "tokens-per-minute=N or weight=N, with N from 1 on"
+                    "tokens-per-minute=N, weight=N or store-mib=N, with N from 1 on"
                 )
             limits = _merged(f"line {number}", limits, Limits(**{name: value}))
             words.pop()

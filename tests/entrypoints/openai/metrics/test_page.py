@@ -39,10 +39,13 @@ def families(folder: Path) -> dict[str, Family]:
     measured = [Gauge(f"vllm_blend:controller_{name}", 1.5) for name in ("ratio", "prefill_tokens_per_second")]
     measured += [Gauge("vllm_blend:controller_disk_bytes_per_second", 2.5)]
     measured += [Gauge("vllm_blend:chunk_store_remote_hits", 3)]
+    measured += [Gauge("vllm_blend:tenant_chunk_bytes_memory_alice", 4)]
     told: dict[str, Metric] = {metric.name: metric for metric in measured}
     for llm in (offloading, compressing, stored):
         told |= {metric.name: metric for metric in llm.get_metrics()}
-    text = asyncio.run(ServerMetrics(Source([*told.values()]), "m").text()).decode()
+    metrics = ServerMetrics(Source([*told.values()]), "m", shows_tenants=True)
+    metrics.recorder.tenant("alice")
+    text = asyncio.run(metrics.text()).decode()
     found = {family.name: family for family in text_string_to_metric_families(text)}
     return {f"{name}_total" if each.type == "counter" else name: each for name, each in found.items() if "vllm" in name}
 

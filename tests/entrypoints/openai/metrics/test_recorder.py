@@ -9,7 +9,7 @@ import pytest
 
 from vllm_blend.engine.errors import DeadlineError, EngineDeadError, QueueFullError, ShuttingDownError
 from vllm_blend.entrypoints.openai.metrics.histogram import Histogram
-from vllm_blend.entrypoints.openai.metrics.recent import Recent
+from vllm_blend.entrypoints.openai.metrics.recent import MAX_SAMPLES, Recent
 from vllm_blend.entrypoints.openai.metrics.recorder import Recorder
 from vllm_blend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
@@ -124,7 +124,7 @@ def test_recent_times_are_forgotten() -> None:
     now = 1000.0
     recent = Recent(clock=lambda: now)
     for latency in range(1, 101):
-        recent.count_first_token(float(latency), 10)
+        recent.count_first_token(float(latency), 10, 4)
     recent.count_generated(50)
     assert recent.percentiles(recent.first_tokens) == {"p50": 50.0, "p99": 99.0, "count": 100}
     assert recent.rates() == {"prompt_tokens": 0, "generation_tokens": 0, "requests": 0}
@@ -136,3 +136,57 @@ def test_recent_times_are_forgotten() -> None:
     nothing: dict[str, Any] = {"p50": None, "p99": None, "count": 0}
     assert recent.percentiles(recent.first_tokens) == nothing
     assert not any(recent.rates().values())
+
+
+def test_reuse_and_errors_over_time() -> None:
+    """Periods without anything are points without a share; those before the server started are no points."""
+    now = 6000.0
+    recent = Recent(clock=lambda: now)
+    assert recent.reuse() == {"prompts": 0, "share": None}
+    recent.count_first_token(1.0, 100, 0)
+    now += 60
+    recent.count_error("429", 3)
+    now += 60
+    for latency in (2.0, 4.0):
+        recent.count_first_token(latency, 100, 75)
+    recent.count_error("failed")
+    assert recent.reuse() == {"prompts": 3, "share": 0.5}
+    first, empty, last = recent.hour.points()["points"]
+    assert (first["reused"], first["first_token_p50"], first["errors"]) == (0, 1.0, 0)
+    assert (empty["reused"], empty["first_token_p99"], empty["errors"]) == (None, None, 3)
+    assert (last["reused"], last["first_token_p50"], last["first_token_p99"], last["errors"]) == (0.75, 2.0, 4.0, 1)
+    [day] = recent.day.points()["points"]
+    assert (day["reused"], day["errors"]) == (0.5, 4)
+    now += 300
+    assert recent.reuse() == {"prompts": 0, "share": None}
+    assert recent.errors() == {"429": 3, "failed": 1}
+    now += 3600
+    assert len(recent.hour.points()["points"]) == recent.hour.count
+    assert not recent.errors() and not any(point["errors"] for point in recent.hour.points()["points"])
+
+
+def test_a_period_keeps_samples_of_all_its_latencies() -> None:
+    recent = Recent(clock=lambda: 0.0)
+    for number in range(20 * MAX_SAMPLES):
+        recent.count_first_token(float(number), 1, 0)
+    kept = recent.hour.period.first_tokens
+    assert len(kept) == MAX_SAMPLES == len(set(kept))
+    assert min(kept) < 10 * MAX_SAMPLES < max(kept)  # fails by chance once in 2 ** MAX_SAMPLES runs
+
+
+def test_tenants_are_counted_apart() -> None:
+    recorder = Recorder("m", shows_tenants=True)
+    with recorder.request(SamplingParams(n=2, output_kind=RequestOutputKind.DELTA), 100.0, "alice") as request:
+        assert recorder.tenants["alice"].running == 1
+        for output in outputs(RequestOutputKind.DELTA):
+            output.num_cached_tokens, output.num_found_tokens = 2, {"disk": 2}
+            request.on_output(output)
+    with pytest.raises(RuntimeError), recorder.request(SamplingParams(), 0.0, "bob"):
+        raise RuntimeError("what")
+    alice, bob = recorder.tenants["alice"], recorder.tenants["bob"]
+    assert (alice.running, alice.finished, alice.prompt, alice.cached, alice.generated) == (0, 1, 3, 2, 6)
+    assert (bob.running, bob.failed, bob.prompt) == (0, 1, 0)
+    tokens = next(family for family in recorder.collect() if family.name == "vllm_blend:tenant_tokens")
+    told = {(each.labels["tenant"], each.labels["kind"]): each.value for each in tokens.samples}
+    assert told["alice", "cached"] == 2 and told["bob", "generated"] == 0
+    assert "tenant" not in "".join(family.name for family in Recorder("m").collect())

@@ -87,10 +87,6 @@ def test_the_status_counts_tokens_as_the_usage_does(server: TestServer) -> None:
         found: dict[str, int] = httpx.get(f"{server.url}/status").json()["tokens"]
         return found
 
-    def is_settled() -> bool:  # the engine's numbers are read again after a moment
-        return tokens()["generated"] == server.metrics()["vllm:generation_tokens"]
-
-    wait_until(is_settled)
     before = tokens()
     total = dict.fromkeys(before, 0)
     chunks = [f"{passage} It was in 1847." for passage in PASSAGES]
@@ -102,7 +98,6 @@ def test_the_status_counts_tokens_as_the_usage_does(server: TestServer) -> None:
             total["generated"] += usage["completion_tokens"]
             for name in ("cached", "reused", "stored", "recomputed"):
                 total[name] += details[f"{name}_tokens"]
-    wait_until(lambda: is_settled() and tokens()["generated"] >= before["generated"] + total["generated"])
     assert {name: value - before[name] for name, value in tokens().items()} == total
     assert min(total.values()) > 0
 

@@ -16,10 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.checkout import ROOT
 from tests.entrypoints.openai.metrics.sources import Source, blending_llm
 from tests.entrypoints.openai.metrics.test_recorder import outputs
-from vllm_blend.engine.metrics import Counter, Gauge
-from vllm_blend.entrypoints.openai.metrics import ServerMetrics, endpoints
+from vllm_blend.engine.metrics import FOUND_IN, Counter, Gauge
+from vllm_blend.entrypoints.openai.metrics import Recorder, ServerMetrics, endpoints, meanings
 from vllm_blend.entrypoints.openai.metrics.hot_passages import HotPassages
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.tiers import DISK, MEMORY, REMOTE
 from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
 
 # What users of vLLM have in their dashboards.
@@ -149,6 +150,50 @@ def test_the_server_tells_of_a_dead_engine() -> None:
     status = get(metrics, "/status").json()
     assert (status["engine_up"], status["requests"]["running"], status["tiers"]) == (False, None, [])
     assert status["engine_problem"] == "it is dead"
+
+
+def test_the_time_saved_is_a_lower_bound() -> None:
+    """What was found would have taken the fastest prefill some time; loading it took some of that back. An engine that
+    has started again has forgotten how long it loaded."""
+
+    def tell(speed: float, seconds: float) -> dict[str, Any]:
+        source.metrics = [
+            Gauge("vllm_blend:prefill_peak_tokens_per_second", speed),
+            Gauge("vllm_blend:chunk_store_memory_load_seconds", seconds),
+            Gauge("vllm_blend:chunk_store_disk_load_seconds", 2 * seconds),
+        ]
+        metrics._read_at = -1000.0
+        reuse: dict[str, Any] = get(metrics, "/status").json()["reuse"]
+        return reuse
+
+    source = Source()
+    metrics = ServerMetrics(source, "m")
+    metrics.recorder.tokens.prompt, metrics.recorder.tokens.cached = 4000, 1000
+    assert tell(0, 0)["saved_seconds"] is None
+    assert (tell(50, 1)["saved_seconds"], tell(50, 1)["share"]) == (20 - 3, 0.25)
+    assert tell(100, 0.5)["saved_seconds"] == 10 - 3 - 1.5
+    source.metrics = None
+    metrics._read_at = -1000.0
+    reuse = get(metrics, "/status").json()["reuse"]
+    assert (reuse["saved_seconds"], reuse["share"]) == (None, 0.25)
+
+
+def test_all_kinds_are_explained() -> None:
+    assert meanings.FOUND_IN.keys() == {*FOUND_IN}
+    assert meanings.TIERS.keys() == {MEMORY, DISK, REMOTE}
+    recorder = Recorder("m")
+    for reason in meanings.ENDS:
+        recorder.count_ended(reason)
+    for reason in recorder.failed:
+        recorder.count_failed(reason)
+    for status in (*recorder.refused, 418):
+        recorder.count_refused(status)
+    num_kinds = len(meanings.ENDS) + len(recorder.failed) + len(recorder.refused)
+    metrics = ServerMetrics(Source(), "m")
+    metrics.recorder = recorder
+    errors = get(metrics, "/status").json()["errors"]
+    assert [(each["last_hour"], each["total"]) for each in errors] == [(1, 1)] * num_kinds
+    assert all(each["meaning"].endswith(".") for each in errors)
 
 
 def test_many_readers_ask_the_engine_once() -> None:

@@ -11,9 +11,10 @@ from tests.entrypoints.openai.metrics.sources import Source, blending_llm
 from tests.entrypoints.openai.metrics.test_server_metrics import get
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.outputs import CompletionOutput, RequestOutput
 from vllm_blend.sampling_params import SamplingParams
 
-VOID = {"meta", "link"}
+VOID = {"meta", "link", "input"}
 
 
 class Page(HTMLParser):
@@ -22,7 +23,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.columns: dict[str, list[str]] = {}  # of each table, by what its rows are
+        self.columns: dict[str, list[str]] = {}  # of each table or list, by what its rows are
         self._open: list[str] = []
         self._headers: list[str] = []
         self.feed(text)
@@ -37,7 +38,11 @@ class Page(HTMLParser):
         if tag == "table":
             self._headers = []
         if tag == "th":
-            self._headers.append(str(attributes["data-column"]))
+            self._headers += [str(attributes[name]) for name in ("data-column", "data-note") if name in attributes]
+        if tag == "template":
+            self._headers = self.columns[str(self.elements[-2][1]["data-list"])] = []
+        if "data-item" in attributes:
+            self._headers.append(str(attributes["data-item"]))
         if "data-rows" in attributes:
             self.columns[str(attributes["data-rows"])] = self._headers
 
@@ -52,18 +57,30 @@ class Page(HTMLParser):
 
 
 def test_the_page_shows_what_the_server_tells(tmp_path: Path) -> None:
-    metrics = ServerMetrics(Source(blending_llm(tmp_path).get_metrics()), "m", shows_passages=True)
-    metrics.request(ParsedPrompt([1, 2], chunk_bounds=((0, 1),)), SamplingParams(), 0.0)
+    metrics = ServerMetrics(Source(blending_llm(tmp_path).get_metrics()), "m", shows_passages=True, shows_tenants=True)
+    output = RequestOutput("r", None, [1, 2], None, [CompletionOutput(0, "", [7])], True)
+    output.num_cached_tokens, output.num_found_tokens = 1, {"disk": 1}
+    with metrics.request(ParsedPrompt([1, 2], chunk_bounds=((0, 1),)), SamplingParams(), 0.0) as request:
+        request.on_output(output)
+    metrics.recorder.count_refused(429)
     status = asyncio.run(metrics.status())
     page = Page(get(metrics, "/").text)
     fields = page.values("data-field")
-    assert len(fields) >= 20
+    assert len(fields) >= 30
+    assert fields[:6] == [
+        "model",
+        "uptime_seconds",
+        "reuse.recent.share",
+        "reuse.recent.prompts",
+        "reuse.share",
+        "tokens.cached",
+    ]
     for field in fields:
         found: Any = status
         for key in field.split("."):
             found = found[key]
         assert not isinstance(found, (dict, list)), field
-    assert set(page.columns) == {"found", "tiers", "passages"}
+    assert set(page.columns) == {"found", "tiers", "passages", "errors", "tenants"}
     for rows, columns in page.columns.items():
         assert status[rows], rows
         assert all(set(row) == set(columns) for row in status[rows]), rows

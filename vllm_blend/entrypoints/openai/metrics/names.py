@@ -38,6 +38,9 @@ ENGINE_METRICS = {
         "Drafted tokens that were accepted, as the model would have chosen them too."
     ),
     "vllm_blend:num_steps": _total("Steps of the engine."),
+    "vllm_blend:prefill_peak_tokens_per_second": _now(
+        "Speed of the fastest step that only prefilled; 0 before the first one."
+    ),
     "vllm_blend:kv_cache_blocks": _now("Blocks of the KV cache, as measured when the engine started."),
     "vllm_blend:compositions_retained": _now("Blended contexts whose pages are kept for further questions over them."),
     # passages
@@ -72,6 +75,7 @@ ENGINE_METRICS = {
     ),
     "vllm_blend:chunk_store_bytes": _now("Bytes that a tier keeps.", "tier"),
     "vllm_blend:chunk_store_chunks": _now("Chunks that a tier keeps.", "tier"),
+    "vllm_blend:tenant_chunk_bytes": _now("Bytes that a tier keeps of a tenant (--tenant-metrics).", "tenant", "tier"),
     "vllm_blend:chunk_cache_bytes": _now("Bytes that the memory tier keeps."),
     "vllm_blend:chunk_cache_chunks": _now("Chunks that the memory tier keeps."),
     "vllm_blend:chunks_encoded": _total("Chunks whose KV was computed for the store."),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from vllm_blend.engine.metrics import FOUND_IN
+from vllm_blend.entrypoints.openai.metrics.meanings import FAILURES, REFUSALS
 from vllm_blend.entrypoints.openai.metrics.names import ENGINE_METRICS
-from vllm_blend.entrypoints.openai.metrics.recorder import FAILURES, FINISH_REASONS, REFUSALS, Recorder
+from vllm_blend.entrypoints.openai.metrics.recorder import FINISH_REASONS, TENANT_KINDS, TENANT_RESULTS, Recorder
 from vllm_blend.entrypoints.openai.metrics.server_metrics import CACHE_CONFIG_HELP, ENGINE_UP_HELP
 from vllm_blend.kv_store.tiers import DISK, MEMORY, REMOTE
 
@@ -41,6 +42,9 @@ LABELS = {
     "operation": _listed(("read", "write")),
     "finished_reason": _listed(FINISH_REASONS),
     "reason": _listed(FAILURES),
+    "tenant": "the names of tenants; only with `--tenant-metrics`",
+    "result": _listed(TENANT_RESULTS),
+    "kind": _listed(TENANT_KINDS),
     "status": f"{_listed(map(str, REFUSALS))}, of HTTP",
 }
 
@@ -63,7 +67,9 @@ def metrics_page() -> str:
 def _server() -> Iterator[tuple[str, str, str, str]]:
     yield "`vllm_blend:engine_up`", "gauge", "", ENGINE_UP_HELP
     yield "`vllm:cache_config_info`", "gauge", "the settings", CACHE_CONFIG_HELP
-    for family in Recorder("").collect():
+    recorder = Recorder("", shows_tenants=True)
+    recorder.tenant("")
+    for family in recorder.collect():
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
         shown = _listed(label for label in labels if label not in ("model_name", "le"))
         name = f"{family.name}_total" if family.type == "counter" else family.name

@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Iterator
 from types import TracebackType
 
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
 from vllm_blend.engine.errors import DeadlineError, EngineDeadError, QueueFullError
+from vllm_blend.entrypoints.openai.metrics.counts import TenantCounts, TokenCounts
 from vllm_blend.entrypoints.openai.metrics.histogram import SECONDS, TOKENS, Histogram
+from vllm_blend.entrypoints.openai.metrics.meanings import ENDS, FAILURES, REFUSALS
 from vllm_blend.entrypoints.openai.metrics.recent import Recent
+from vllm_blend.entrypoints.openai.tenancy import ANYONE, CURRENT
 from vllm_blend.outputs import RequestMetrics, RequestOutput
 from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
 
@@ -30,30 +33,53 @@ _SIZES = {
     "request_prompt_tokens": "Tokens of a request's prompt.",
     "request_generation_tokens": "Tokens of all completions of a request.",
 }
+TENANT_RESULTS, TENANT_KINDS = ("finished", "failed", "refused"), ("prompt", "cached", "generated")
+TENANT_RUNNING_HELP = "Prompts of a tenant that run or wait (--tenant-metrics)."
+TENANT_PROMPTS_HELP = "A tenant's prompts that ended, and its requests that were refused (--tenant-metrics)."
+TENANT_TOKENS_HELP = "Tokens of a tenant: of prompts, found of these, and generated (--tenant-metrics)."
 FINISH_REASONS = ("stop", "length", "abort", "error")
-FAILURES = ("bad_input", "queue_full", "engine_down", "deadline", "failed")
-REFUSALS = (400, 401, 404, 405, 408, 413, 414, 415, 429, 431, 500, 503)  # the statuses of requests that get no further
 
 
 class Recorder:
-    """Adds up the requests of a server. It is used by one thread, that of the event loop."""
+    """Adds up the requests of a server. It is used by one thread, that of the event loop. `shows_tenants`: tell
+    Prometheus the names of tenants and what each has used."""
 
-    def __init__(self, model_name: str) -> None:
-        self.model_name = model_name
+    def __init__(self, model_name: str, shows_tenants: bool = False) -> None:
+        self.model_name, self.shows_tenants = model_name, shows_tenants
         self.histograms = {name: Histogram(f"vllm:{name}", text, SECONDS) for name, text in _HISTOGRAMS.items()}
         self.histograms |= {name: Histogram(f"vllm:{name}", text, TOKENS) for name, text in _SIZES.items()}
         self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.failed = Counter(dict.fromkeys(FAILURES, 0))
-        self.refused = Counter(dict.fromkeys(REFUSALS, 0))
+        self.refused = Counter(dict.fromkeys(REFUSALS, 0))  # by the statuses of requests that get no further
+        self.tokens = TokenCounts()
+        self.tenants: dict[str, TenantCounts] = {}
         self.recent = Recent()
 
-    def request(self, params: SamplingParams, arrival_time: float) -> RequestRecord:
+    def request(self, params: SamplingParams, arrival_time: float, tenant: str = ANYONE.name) -> RequestRecord:
         """Return the record of a new request: a context in which it runs."""
-        return RequestRecord(self, params, arrival_time)
+        return RequestRecord(self, params, arrival_time, self.tenant(tenant))
+
+    def tenant(self, name: str) -> TenantCounts:
+        """Return the counts of a tenant, which there are as many of as a server has keys."""
+        return self.tenants.setdefault(name, TenantCounts())
 
     def count_refused(self, status: int) -> None:
-        """Count a request that was answered by an error before it reached the engine."""
+        """Count a request, of the tenant whose task this is, that was answered by an error before it reached the
+        engine."""
         self.refused[status] += 1
+        self.tenant(CURRENT.get().name).refused += 1
+        self.recent.count_error(str(status))
+
+    def count_ended(self, reason: str, count: int = 1) -> None:
+        """Count completions that have ended."""
+        self.finished[reason] += count
+        if reason in ENDS:
+            self.recent.count_error(reason, count)
+
+    def count_failed(self, reason: str) -> None:
+        """Count a prompt that the engine gave no answer to."""
+        self.failed[reason] += 1
+        self.recent.count_error(reason)
 
     def observe(self, name: str, value: float | None, count: int = 1) -> None:
         """Count a value of a histogram; None for one that is not known."""
@@ -82,14 +108,29 @@ class Recorder:
             for reason, count in counts.items():
                 family.add_metric([self.model_name, str(reason)], count)
             yield family
+        if self.shows_tenants:
+            yield from self._collect_tenants()
+
+    def _collect_tenants(self) -> Iterator[Family]:
+        labels = ["model_name", "tenant"]
+        running = GaugeMetricFamily("vllm_blend:tenant_prompts_running", TENANT_RUNNING_HELP, labels=labels)
+        prompts = CounterMetricFamily("vllm_blend:tenant_prompts", TENANT_PROMPTS_HELP, labels=[*labels, "result"])
+        tokens = CounterMetricFamily("vllm_blend:tenant_tokens", TENANT_TOKENS_HELP, labels=[*labels, "kind"])
+        for name, counts in self.tenants.items():
+            running.add_metric([self.model_name, name], counts.running)
+            for result in TENANT_RESULTS:
+                prompts.add_metric([self.model_name, name, result], getattr(counts, result))
+            for kind in TENANT_KINDS:
+                tokens.add_metric([self.model_name, name, kind], getattr(counts, kind))
+        yield from (running, prompts, tokens)
 
 
 class RequestRecord:
     """A request while it runs. `on_output` takes its outputs in turn; what ends the context without a finished output
     is an error, or an abort if the caller has gone."""
 
-    def __init__(self, recorder: Recorder, params: SamplingParams, arrival_time: float) -> None:
-        self._recorder, self._arrival_time = recorder, arrival_time
+    def __init__(self, recorder: Recorder, params: SamplingParams, arrival_time: float, tenant: TenantCounts) -> None:
+        self._recorder, self._arrival_time, self._tenant = recorder, arrival_time, tenant
         self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self._num_tokens = [0] * params.n
         self._last_time: float | None = None
@@ -97,17 +138,20 @@ class RequestRecord:
         self._is_finished = False
 
     def __enter__(self) -> RequestRecord:
+        self._tenant.running += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tenant.running -= 1
         if self._is_finished:
             return
         if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-            self._recorder.finished["abort"] += len(self._num_tokens) - len(self._ended)
+            self._recorder.count_ended("abort", len(self._num_tokens) - len(self._ended))
         else:
-            self._recorder.failed[_reason(error)] += 1
+            self._recorder.count_failed(_reason(error))
+            self._tenant.failed += 1
 
     def on_output(self, output: RequestOutput) -> None:
         """Count what is new in an output."""
@@ -116,10 +160,12 @@ class RequestRecord:
         for completion in output.outputs:
             if completion.finish_reason is not None and completion.index not in self._ended:
                 self._ended.add(completion.index)
-                self._recorder.finished[completion.finish_reason] += 1
+                self._recorder.count_ended(completion.finish_reason)
         if sum(num_new):
-            self._count_times(metrics, max(num_new), len(output.prompt_token_ids))
+            self._count_times(metrics, max(num_new), output)
             self._recorder.recent.count_generated(sum(num_new))
+            for counts in (self._recorder.tokens, self._tenant):
+                counts.generated += sum(num_new)
         if output.finished and not self._is_finished:
             self._is_finished = True
             self._finish(output, metrics)
@@ -134,14 +180,18 @@ class RequestRecord:
             self._num_tokens[completion.index] = known + num_new[-1]
         return num_new
 
-    def _count_times(self, metrics: RequestMetrics, num_steps: int, num_prompt_tokens: int) -> None:
-        """Count the times of new tokens, which took `num_steps` steps."""
+    def _count_times(self, metrics: RequestMetrics, num_steps: int, output: RequestOutput) -> None:
+        """Count the times of the new tokens in an output, which took `num_steps` steps, and its prompt with the first
+        of them."""
         recorder = self._recorder
         if self._last_time is None:
             self._last_time = metrics.first_token_time or time.time()
             latency = self._last_time - metrics.arrival_time
             recorder.observe("time_to_first_token_seconds", latency)
-            recorder.recent.count_first_token(latency, num_prompt_tokens)
+            num_cached = output.num_cached_tokens or 0
+            recorder.recent.count_first_token(latency, len(output.prompt_token_ids), num_cached)
+            for counts in (recorder.tokens, self._tenant):
+                counts.count_prompt(output)
             num_steps -= 1
         now = metrics.last_token_time or time.time()
         if num_steps:
@@ -161,6 +211,7 @@ class RequestRecord:
         recorder.observe("request_prompt_tokens", len(output.prompt_token_ids))
         recorder.observe("request_generation_tokens", sum(self._num_tokens))
         recorder.recent.count_finished()
+        self._tenant.finished += 1
 
 
 def _reason(error: BaseException) -> str:

@@ -25,6 +25,11 @@ class TextReader(ABC):
         self._held: list[str] = []
         self._steps = self._run()
 
+    @property
+    def num_held(self) -> int:
+        """Return how many characters at the end of the text are held back."""
+        return sum(map(len, self._held)) + len(self._text) - self._position
+
     def feed(self, delta: str) -> MessageDelta:
         """Return what can be told after `delta`, the next piece of the text."""
         self._text = self._text[self._position :] + delta
