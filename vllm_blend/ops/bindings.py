@@ -1,8 +1,8 @@
 """The compiled CPU kernels: the one place that loads them and declares their C functions (csrc/vllm_blend_cpu.h).
 
 The library is built by `pip install` or `python setup.py build_ext --inplace`; nothing is compiled at import. Without
-it, or with VLLM_BLEND_DISABLE_KERNELS=1, every op runs its plain torch twin. VLLM_BLEND_CPU_ISA=generic|avx2|avx512|amx
-picks an instruction set below the best one (to compare them, or to reproduce another machine's rounding).
+it, or with VLLM_BLEND_DISABLE_KERNELS=1, every op runs its plain torch twin. VLLM_BLEND_CPU_ISA picks an instruction
+set below the best one (generic, avx2, avx512, avx512bf16, amx), to compare them or to get another machine's rounding.
 """
 
 from __future__ import annotations
