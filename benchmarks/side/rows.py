@@ -233,7 +233,12 @@ def cpu() -> Profile:
 def real(gguf: str | None, directory: str | None) -> Profile:
     """Return the rows of a real model on a CPU: as a GGUF file beside llama.cpp, and as a directory beside vLLM's CPU
     build and transformers. None leaves one of the two out."""
-    options = {"max_model_len": 4224, "max_num_seqs": 16, "enable_prefix_caching": True}
+    options = {
+        "max_model_len": 4224,
+        "max_num_seqs": 16,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": 0.3,  # of a CPU's memory, to vLLM
+    }
     rag = {"prefix": 21, "passage": 253, "passages": 8, "question": 20, "pool": 8, "requests": 1, "tokens_out": 1}
     batch = {"requests": 16, "tokens_in": [1000, 1000], "tokens_out": [64, 64]}
     groups: list[Group] = []
