@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 
 import tokenizers
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from vllm_blend.hidden_tokens import hidden_tokens, may_hide
 
@@ -227,13 +227,22 @@ def _join_without_offsets(
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> TextTokens:
     if not tokenizer.is_fast:
         return TextTokens(list(tokenizer.encode(text, add_special_tokens=False)), ())
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids: list[int] = encoded["input_ids"]
     backend = _without_trimming(tokenizer, len(tokenizer))
     if backend is None:
-        return TextTokens(ids, encoded["offset_mapping"])
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return TextTokens(encoded["input_ids"], encoded["offset_mapping"])
     encoding = backend.encode(text, add_special_tokens=False)
+    if _adds_nothing(type(tokenizer)):
+        return TextTokens(encoding.ids, encoding.offsets)
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
     return TextTokens(ids, encoding.offsets if encoding.ids == ids else ())
+
+
+def _adds_nothing(kind: type) -> bool:
+    """Return whether tokenizers of a class give the ids that their backend does: they encode as the class of all fast
+    ones."""
+    names = ("__call__", "encode", "_encode_plus", "_batch_encode_plus")
+    return all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names)
 
 
 @lru_cache(maxsize=4)

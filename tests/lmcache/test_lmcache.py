@@ -168,6 +168,18 @@ def test_what_one_tenant_has_sent_is_not_known_of_another(llm: LLM) -> None:
         run(llm, {"prompt": text, "cache_sallt": "x"}, PARAMS)
 
 
+def test_what_was_precomputed_is_stored_by_the_first_prompt_that_has_other_tokens(llm: LLM) -> None:
+    """Behind a space a text begins with another token. What was not precomputed is stored by the second prompt."""
+    instruction, (a, b, _, _), question = texts()
+    spaced = [instruction.rstrip() + " ", a.lstrip(), question]
+    assert ask(llm, [spaced[0], b.lstrip(), question]).blend is None
+    OfflineKVPreCompute(llm).precompute_kv(spaced[1])
+    first, second = (ask(llm, spaced).blend for _ in range(2))
+    assert first is not None and second is not None
+    assert 0 < first.num_encoded_tokens <= second.num_reused_tokens + second.num_exact_tokens
+    assert second.num_encoded_tokens == 0
+
+
 def test_everything_is_stored_twice(llm: LLM) -> None:
     """A hit of 100%, the question included, and the same prompt again."""
     instruction, (a, b, _, _), question = texts()

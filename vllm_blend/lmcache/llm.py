@@ -101,6 +101,12 @@ class LLM(BlendLLM):
                 )
         return super().beam_search(prompts, *arguments, **options)
 
+    def expect(self, pieces: Iterable[str], cache_salt: str | None = None) -> None:
+        """Store these pieces with the first prompt in which they have other tokens than they have stored, as behind a
+        piece that ends in a space: they were stored on purpose, so they will come again."""
+        with self.llm_engine.lock:
+            self._remember(pieces, parse_salt(cache_salt))
+
     def shutdown(self) -> None:
         """Shut the engine down, as the base class does."""
         _open.discard(self)

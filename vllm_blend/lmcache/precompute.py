@@ -7,6 +7,7 @@ import logging
 from vllm_blend.checks import a_type
 from vllm_blend.entrypoints.llm import LLM
 from vllm_blend.lmcache.config import load_config
+from vllm_blend.lmcache.llm import LLM as LMCacheLLM
 from vllm_blend.lmcache.prompts import BlendPrompt, split_prompt
 from vllm_blend.prompt_pieces import encode_alone
 
@@ -41,6 +42,8 @@ class OfflineKVPreCompute:
                 for content in self._contents(piece):
                     self.llm.encode_chunks("", [content], cache_salt=cache_salt)
                     self._warn_of_unstored(content)
+            if isinstance(self.llm, LMCacheLLM):
+                self.llm.expect(pieces, cache_salt)
 
     def _contents(self, piece: str) -> list[str | list[int]]:
         """Return a piece as it may stand in prompts: at the beginning, and in the middle, where it may have other
