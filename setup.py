@@ -66,6 +66,7 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16
 X86_ISAS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": AVX512,
+    "avx512bf16": [*AVX512, "-mavx512bf16"],
     "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 

@@ -1,13 +1,14 @@
-"""Measure how long a running stream waits for its next token while another client sends a bad or a large body.
-
-Beside it stands how long it waits for a step that prefills another's prompts: what a well-behaved neighbour costs.
+"""Measure how long clients wait while another one sends hostile bodies, or floods the server.
 
     vllm-blend serve inputs/demo-model-reuse --device cpu
     python -m benchmarks.bad_bodies --output gaps.json
 
-For each body, in turn and `--repeats` times, a stream is asked for; when its first tokens have come, the body is sent,
-and the longest time between two of the stream's tokens until the body was answered is kept (in milliseconds), with the
-answer's status. "nothing" sends nothing for a second. The server's limits are those of docs/server.md.
+One client reads streams, one asks for a single token again and again, and one asks for `/version`, which the event loop
+answers alone; all three from another address than the hostile client's. For each case of `bad_bodies_cases.py`, in turn
+and `--repeats` times, another process sends what the case says. From then until it is answered, and for `--after`
+seconds more, the longest times of the three clients are kept, in milliseconds: between two tokens of a stream, for the
+token, and for the version. Beside them stand those of the second before, when nothing was sent: other work on the
+machine shows there. The server's limits are those of docs/server.md.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -25,125 +28,138 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.bad_bodies_cases import COMPLETIONS, Attack, cases, statuses_of
 from benchmarks.serving_requests import events
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TEXT_BYTES = 8_000_000  # a little below `--max-body-size`
-VALUES = 1_000_000  # a little below what JSON may have besides its text
-WARM_TOKENS = 16  # of the stream, before the body is sent
-STEP = "a prefill of a whole step"
+WAITS = ("gap", "token", "loop")
+READY_SECONDS = 0.2  # from when a case is ready until it is sent: making it takes the machine, too
 
 
-def bodies(
-    context: int, step_tokens: int, vocabulary: int, rng: Random
-) -> dict[str, Callable[[], list[tuple[str, bytes]]]]:
-    """Return what is sent in each case: paths and bodies, sent at once. `context` and `step_tokens` are the server's
-    max_model_len and max_num_batched_tokens."""
+class Observers:
+    """Three clients, and for each the times (begun, ended) of what it waited for."""
 
-    def one(path: str, body: Any) -> Callable[[], list[tuple[str, bytes]]]:
-        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return lambda: [(path, encoded)]
+    def __init__(self, client: aiohttp.ClientSession, stream_tokens: int, vocabulary: int) -> None:
+        self._client, self._stream_tokens, self._vocabulary = client, stream_tokens, vocabulary
+        self._rng = Random(0)
+        self.waits: dict[str, list[tuple[float, float]]] = {name: [] for name in WAITS}
+        self._open: dict[str, float] = {}  # what is waited for now, since when
 
-    def whole_step() -> list[tuple[str, bytes]]:
-        """Return prompts that no cache knows, as many as a step takes."""
-        tokens = min(context - 1, step_tokens)
-        asked = ([rng.randrange(10, vocabulary) for _ in range(tokens)] for _ in range(max(1, step_tokens // tokens)))
-        return [(COMPLETIONS, json.dumps({"prompt": prompt, "max_tokens": 1}).encode()) for prompt in asked]
+    async def run(self) -> None:
+        await asyncio.gather(self._streams(), self._tokens(), self._versions())
 
-    user = {"role": "user", "content": "a"}
-    integers = [7] * (VALUES - 10)
-    pieces = {"prefix": "a", "chunks": ["a b"] * 10_000, "suffix": "?"}
-    scored = {"prompt": [[7 + i] * 1000 for i in range(12)], "max_tokens": 1, "echo": True, "logprobs": 20}
-    stops = [f"{i:>15}" for i in range(1000)]
-    many = {"prompt": "a", "n": 256, "max_tokens": 64, "ignore_eos": True}
-    return {
-        "nothing": list,
-        STEP: whole_step,
-        "8 MB that are no JSON": one(CHAT, b'{"messages": "' + b"a" * TEXT_BYTES),
-        "8 MB of invalid UTF-8": one(CHAT, b'{"messages": "' + b"\xff" * TEXT_BYTES + b'"}'),
-        "10 MB, above the limit": one(CHAT, {"messages": "a" * 10_000_000}),
-        "an 8 MB string as prompt": one(COMPLETIONS, {"prompt": "a " * (TEXT_BYTES // 2)}),
-        "an 8 MB string as message": one(CHAT, {"messages": [{"role": "user", "content": "a " * (TEXT_BYTES // 2)}]}),
-        "an unknown model": one(CHAT, {"model": "b", "messages": [user]}),
-        "temperature NaN": one(CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}'),
-        "a million token ids": one(COMPLETIONS, {"prompt": integers}),
-        "a million wrong messages": one(CHAT, {"messages": integers}),
-        "a million unknown values": one(CHAT, {"messages": [user], "unknown": integers}),
-        "130,000 empty objects": one(CHAT, {"messages": [user], "documents": [{}] * 130_000}),
-        "10,000 chunks": one(COMPLETIONS, {"prompt": pieces, "max_tokens": 1}),
-        "252,000 log-probabilities asked for": one(COMPLETIONS, scored),
-        "1,000 stop strings for 256 completions": one(COMPLETIONS, many | {"stop": stops}),
-        "1,000 bad words for 256 completions": one(COMPLETIONS, many | {"bad_words": stops}),
-        "a document of 130,000 keys": one(
-            CHAT, {"messages": [user], "documents": [{"text": "a", **{f"tit{i}": 1 for i in range(130_000)}}]}
-        ),
-        "lists 100,000 deep": one(CHAT, b"[" * 100_000 + b"]" * 100_000),
-    }
+    def longest(self, name: str, begun: float, ended: float) -> float:
+        """Return the longest wait of a client that overlaps a time, in milliseconds."""
+        known = [*self.waits[name], (self._open.get(name, ended), ended)]
+        found = [stop - start for start, stop in known if stop >= begun and start <= ended]
+        return round(1000 * max(found, default=0.0), 2)
+
+    def forget(self) -> None:
+        for waits in self.waits.values():
+            waits.clear()
+
+    def _note(self, name: str, begun: float) -> None:
+        self.waits[name].append((begun, time.monotonic()))
+        self._open.pop(name, None)
+
+    async def _streams(self) -> None:
+        """Read one stream after the other. What comes before the second token of one is not counted."""
+        asked = {"prompt": "Question: who?\nAnswer:", "max_tokens": self._stream_tokens, "ignore_eos": True}
+        while True:
+            arrivals: list[float] = []
+            async with self._client.post(COMPLETIONS, json=asked | {"stream": True}) as response:
+                async for event in events(response):
+                    if "error" in event:
+                        raise RuntimeError(f"the stream failed: {event['error']}")
+                    arrivals.append(time.monotonic())
+                    self._open["gap"] = arrivals[-1]
+                    self.waits["gap"] += pairwise(arrivals[-2:])
+            self._open.pop("gap", None)
+            if len(arrivals) < self._stream_tokens // 2:
+                raise RuntimeError(f"the stream ended after {len(arrivals)} events instead of {self._stream_tokens}")
+
+    async def _tokens(self) -> None:
+        while True:
+            ids = [self._rng.randrange(10, self._vocabulary) for _ in range(8)]
+            self._open["token"] = begun = time.monotonic()
+            async with self._client.post(COMPLETIONS, json={"prompt": ids, "max_tokens": 1}) as response:
+                await response.read()
+            if response.status not in (200, 429):
+                raise RuntimeError(f"a request for one token was answered with {response.status}")
+            self._note("token", begun)
+            await asyncio.sleep(0.02)
+
+    async def _versions(self) -> None:
+        while True:
+            self._open["loop"] = begun = time.monotonic()
+            async with self._client.get("/version") as response:
+                await response.read()
+            self._note("loop", begun)
+            await asyncio.sleep(0.01)
 
 
-async def stream(client: aiohttp.ClientSession, tokens: int, arrivals: list[float]) -> None:
-    """Ask for a stream and note when each of its tokens came. Raises RuntimeError if it fails or comes short."""
-    asked = {"prompt": "Question: who?\nAnswer:", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    async with client.post(COMPLETIONS, json=asked) as response:
-        async for event in events(response):
-            if "error" in event:
-                raise RuntimeError(f"the stream failed: {event['error']}")
-            arrivals.append(time.perf_counter())
-    if len(arrivals) < tokens // 2:
-        raise RuntimeError(f"the stream ended after {len(arrivals)} events instead of {tokens}")
+def send(url: str, name: str, settings: tuple[int, int, int, int], ready: float) -> tuple[list[int], float, float]:
+    """Make a case, send it, and return the statuses and the times between which it was sent and answered. For a process
+    of its own."""
+    context, step_tokens, vocabulary, seed = settings
+    attack: Attack = cases(context, step_tokens, vocabulary, Random(seed))[name]()
+    time.sleep(ready)
 
+    async def timed() -> tuple[list[int], float, float]:
+        begun = time.monotonic()
+        found = await attack(url)
+        return statuses_of(found), begun, time.monotonic()
 
-async def longest_gap(
-    client: aiohttp.ClientSession, tokens: int, sent: list[tuple[str, bytes]]
-) -> tuple[float, list[int]]:
-    """Return the longest time between tokens of a stream while `sent` was answered, in seconds, and the statuses.
-    Raises RuntimeError if the stream ended before that."""
-    arrivals: list[float] = []
-    running = asyncio.create_task(stream(client, tokens, arrivals))
-    while len(arrivals) < WARM_TOKENS and not running.done():
-        await asyncio.sleep(0.001)
-    begun = time.perf_counter()
-    headers = {"Content-Type": "application/json"}
-
-    async def send(path: str, body: bytes) -> int:
-        async with client.post(path, data=body, headers=headers) as response:
-            await response.read()
-            return response.status
-
-    statuses = list(await asyncio.gather(*(send(*each) for each in sent)))
-    if not sent:
-        await asyncio.sleep(1.0)
-    count = len(arrivals)
-    while len(arrivals) == count and not running.done():  # a gap may still be open
-        await asyncio.sleep(0.001)
-    if running.done():
-        await running
-        raise RuntimeError("the stream ended before the body was answered: raise --tokens")
-    during = [each for each in arrivals if each >= begun]
-    edges = [arrivals[-len(during) - 1], *during] if len(during) < len(arrivals) else during
-    running.cancel()  # the server ends it, too
-    await asyncio.gather(running, return_exceptions=True)
-    return max(later - earlier for earlier, later in pairwise(edges)), statuses
+    return asyncio.run(timed())
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    cases = bodies(args.context, args.step_tokens, args.vocabulary, Random(args.seed))
-    rows: dict[str, dict[str, Any]] = {name: {"body": name, "status": [], "gap_ms": []} for name in cases}
-    async with aiohttp.ClientSession(args.url, timeout=aiohttp.ClientTimeout(total=120)) as client:
-        for _ in range(args.repeats):
-            for name, make in cases.items():
-                gap, statuses = await longest_gap(client, args.tokens, make())
-                rows[name]["gap_ms"].append(round(1000 * gap, 2))
-                rows[name]["status"] = sorted({*rows[name]["status"], *statuses})
-                await asyncio.sleep(0.2)
+    names = [
+        name
+        for name in cases(args.context, args.step_tokens, args.vocabulary, Random())
+        if any(each in name for each in args.only.split("|"))
+    ]
+    columns = ["seconds", *WAITS, *(f"{each}_before" for each in WAITS)]
+    rows: dict[str, dict[str, Any]] = {n: {"body": n, "status": [], **{c: [] for c in columns}} for n in names}
+    timeout = aiohttp.ClientTimeout(total=300)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+        connector = aiohttp.TCPConnector(local_addr=(args.address, 0))
+        async with aiohttp.ClientSession(args.url, timeout=timeout, connector=connector) as client:
+            observers = Observers(client, args.tokens, args.vocabulary)
+            observing = asyncio.create_task(observers.run())
+            for repeat in range(args.repeats):
+                for number, name in enumerate(names):
+                    observers.forget()
+                    settings = (args.context, args.step_tokens, args.vocabulary, args.seed + 1000 * repeat + number)
+                    work = asyncio.get_running_loop().run_in_executor(
+                        other, send, args.url, name, settings, args.before + READY_SECONDS
+                    )
+                    await asyncio.wait((work, observing), return_when=asyncio.FIRST_COMPLETED)
+                    if observing.done():
+                        observing.result()
+                    statuses, begun, ended = await work
+                    await asyncio.sleep(args.after)
+                    row = rows[name]
+                    row["status"] = sorted({*row["status"], *statuses})
+                    row["seconds"].append(round(ended - begun, 3))
+                    for each in WAITS:
+                        row[each].append(observers.longest(each, begun, ended + args.after))
+                        row[f"{each}_before"].append(observers.longest(each, begun - args.before, begun - 0.001))
+                    if args.verbose:
+                        print({key: value if key in ("body", "status") else value[-1] for key, value in row.items()})
+            observing.cancel()
+            await asyncio.gather(observing, return_exceptions=True)
     return list(rows.values())
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["| meanwhile | answered | longest gap, median, ms | longest of all, ms |", "|---|---|---|---|"]
+    lines = [
+        "| meanwhile | answered | a stream's token | a request for one token | `/version` |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
-        status, gaps = ", ".join(map(str, row["status"])) or "-", row["gap_ms"]
-        lines.append(f"| {row['body']} | {status} | {median(gaps):.0f} | {max(gaps):.0f} |")
+        status = ", ".join("closed" if each == 0 else str(each) for each in row["status"]) or "-"
+        cells = [f"{median(row[w]):.0f}, {max(row[w]):.0f} ({median(row[f'{w}_before']):.0f})" for w in WAITS]
+        lines.append(f"| {row['body']} | {status} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -156,16 +172,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--vocabulary", type=int, default=2000, help="token ids of the whole step's prompts are below it"
     )
     parser.add_argument("--tokens", type=int, default=900, help="of a stream, fewer than the context")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--before", type=float, default=1.0, help="seconds without any case that are measured")
+    parser.add_argument("--after", type=float, default=0.3, help="seconds that are measured when a case is over")
+    parser.add_argument("--address", default="127.0.0.2", help="of this machine: the three clients'")
+    parser.add_argument("--only", default="", help="cases whose name has this text, or one of several: a|b")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="a JSON file for all gaps")
+    parser.add_argument("--verbose", action="store_true", help="print every measurement")
+    parser.add_argument("--output", type=Path, help="a JSON file for all times")
     args = parser.parse_args(argv)
     rows = asyncio.run(measure(args))
     print(table(rows))
     if args.output:
-        args.output.write_text(
-            json.dumps({"settings": vars(args) | {"output": str(args.output)}, "rows": rows}, indent=1)
-        )
+        given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+        args.output.write_text(json.dumps({"settings": given, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

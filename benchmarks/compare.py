@@ -27,6 +27,7 @@ from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.inputs import ChunkedPrompt, PromptType
 from vllm_blend.outputs import RequestOutput
+from vllm_blend.pipeline.build_kv_cache import read_tokenizer
 from vllm_blend.pipeline.chunk_cache import ChunkCache
 from vllm_blend.pipeline.config import RetrievalConfig, add_dataset_flags, dataset_settings, make_section
 from vllm_blend.pipeline.evaluate import format_table, score_prediction
@@ -95,21 +96,20 @@ class Bench:
         self.blending = LLMEngine.from_engine_args(
             EngineArgs(**common, enable_blending=True, blend_encoding_context="prefix")
         )
-        self.cache = ChunkCache(self.blending, cache_dir, stage.style.instruction, stage.prefix_id)
+        self.cache = ChunkCache(self.blending, cache_dir, stage.asking.prefix, stage.prefix_id)
 
     def pieces(self, chunks: Sequence[PassageChunk], question: str) -> ChunkedPrompt:
-        style = self.stage.style
-        texts = [chunk.text for chunk in chunks]
+        asking = self.stage.asking
         return {
-            "prefix": style.instruction,
-            "chunks": texts,
-            "suffix": style.suffix(question),
+            "prefix": asking.prefix,
+            "chunks": [chunk.text for chunk in chunks],
+            "suffix": asking.suffix(question),
         }
 
     def ready(self, chunks: Sequence[PassageChunk]) -> None:
         """Bring the KV of `chunks` into memory before anything is timed: load it from the folders, or compute it."""
         self.cache.load(chunks)
-        self.blending.encode_chunks(self.stage.style.instruction, [chunk.text for chunk in chunks])
+        self.blending.encode_chunks(self.stage.asking.prefix, [chunk.text for chunk in chunks])
 
     def check_length(self, pieces: ChunkedPrompt) -> None:
         """Raise ValueError if the model cannot hold the prompt and one more token."""
@@ -133,13 +133,13 @@ class Bench:
         """Return passages of sample `start` and of those after it, as many as fit `tokens` prompt tokens with the
         question."""
         samples = self.stage.samples
-        question = self.stage.style.suffix(samples[start].sample.question)
-        prefix, ids = self.blending.identify_chunks(self.stage.style.instruction, [question])
+        question = self.stage.asking.suffix(samples[start].sample.question)
+        prefix, ids = self.blending.identify_chunks(self.stage.asking.prefix, [question])
         length = len(ids[0].token_ids) + (len(prefix.token_ids) if prefix is not None else 0)
         chosen: list[PassageChunk] = []
         for offset in range(len(samples)):
             chunks = samples[(start + offset) % len(samples)].chunks
-            _, ids = self.blending.identify_chunks(self.stage.style.instruction, [chunk.text for chunk in chunks])
+            _, ids = self.blending.identify_chunks(self.stage.asking.prefix, [chunk.text for chunk in chunks])
             for chunk, chunk_id in zip(chunks, ids, strict=True):
                 if length + len(chunk_id.token_ids) > tokens:
                     return chosen
@@ -165,7 +165,7 @@ def compare_answers(bench: Bench, methods: Sequence[Method]) -> list[str]:
             _warm_up(bench, methods, pieces)
             warm = True
         for method in _rotated(methods, index):
-            output = bench.ask(method, pieces, bench.stage.style.max_tokens)
+            output = bench.ask(method, pieces, bench.stage.asking.max_tokens)
             method.record(output)
             text = output.outputs[0].text
             scores = asdict(score_prediction(text, list(sample.sample.answers)))
@@ -235,7 +235,7 @@ def render_table(rows: Sequence[dict[str, Any]], metric: str) -> str:
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run both comparisons; write and return the results."""
     retrieval = make_section(RetrievalConfig, "retrieval", dataset_settings({}, args))
-    stage = read_stage_input(retrieval, args.dataset, args.max_samples)
+    stage = read_stage_input(retrieval, args.dataset, args.max_samples, read_tokenizer(args.model_id))
     bench = Bench(stage, args.model_id, args.dtype, args.device, Path(args.load_cache_dir))
     answers, long = make_methods(args.blend_recompute_ratio), make_methods(args.blend_recompute_ratio)
     left_out = compare_answers(bench, answers)
@@ -243,7 +243,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         compare_long(bench, long, args.long_prompts, args.long_tokens)
     output = {
         "dataset_name": stage.dataset_name,
-        "metric": stage.style.metric,
+        "metric": stage.asking.style.metric,
         "model": asdict(bench.plain.fingerprint),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_blend.pipeline.ask import choose_asking
 from vllm_blend.pipeline.evaluate import best_score, f1_score
 from vllm_blend.pipeline.files import write_text
-from vllm_blend.quality.ask import choose_asking
 from vllm_blend.quality.intervals import Bootstrap, Estimate, share
 from vllm_blend.quality.questions import Questions, joined_ids, read_questions, select_fitting
 from vllm_blend.quality.session import Session, Truth

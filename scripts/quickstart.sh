@@ -4,7 +4,7 @@
 #
 #   bash scripts/quickstart.sh          # 30 questions
 #   bash scripts/quickstart.sh --all    # all of the data set
-#   MODEL_ID=model.gguf DATASET=hotpot_dev_distractor_v1.json DATASET_STYLE=musique bash scripts/quickstart.sh
+#   MODEL_ID=model.gguf DATASET=hotpot_dev_distractor_v1.json bash scripts/quickstart.sh
 #
 # VENV         the environment's folder (.venv)
 # PYTHON       the interpreter that makes it (python3)

@@ -195,6 +195,49 @@ def test_stop_string_within_min_tokens_is_passed_over() -> None:
         assert detokenizer.text == text
 
 
+MARKED = st.lists(st.sampled_from(["(", ")", "(", ")", "a", "b", "ab", " "]), max_size=9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parts=MARKED, stops=st.lists(st.sampled_from(["a", "ab", "b", "("]), min_size=1, unique=True), opened=st.booleans()
+)
+def test_stop_strings_in_reasoning_are_passed_over(parts: list[str], stops: list[str], opened: bool) -> None:
+    """Reference: take the reasoning away, with the white space around its marks, and look in the rest."""
+    text = "".join(parts)
+    rest = text
+    if opened or text.lstrip().startswith("("):
+        _, mark, behind = text.partition(")")
+        rest = behind.lstrip() if mark else ""
+    ends = {rest.find(stop) + len(stop): len(stop) for stop in sorted(stops, key=len) if stop in rest}
+    at = min(ends, default=len(rest))
+    expected = text[: len(text) - len(rest) + at - ends.get(at, 0)]
+
+    tokenizer = marks_tokenizer()
+    marks = ("" if opened else "(", ")")
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=stops, reasoning_marks=marks), [0])
+    streamed = ""
+    for part in parts:
+        stop = detokenizer.append(tokenizer.get_vocab()[part])
+        shown = detokenizer.stream_text(finished=stop is not None)
+        assert shown.startswith(streamed)
+        streamed = shown
+        if stop is not None:
+            assert stop in stops and detokenizer.text == expected
+            return
+    is_open_end = not text.strip()  # nothing has come yet
+    assert detokenizer.stream_text(finished=True) == text
+    assert not ends or is_open_end, "a stop string was missed"
+
+
+@lru_cache
+def marks_tokenizer() -> PreTrainedTokenizerBase:
+    vocab = {word: number for number, word in enumerate(["?", "(", ")", "a", "b", "ab", " "])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 def test_stream_holds_back_what_may_become_a_stop_string() -> None:
     tokenizer = words_tokenizer()
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop=["abca", "cc"]), [0])

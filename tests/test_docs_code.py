@@ -32,12 +32,14 @@ PRINTED = {
 # Blocks that other tests run, or that cannot run as they stand.
 ELSEWHERE = {
     ("README.md", "python"): "tests/test_readme.py",
+    ("models.md", "python"): "tests/models/test_gguf.py",
     ("operations.md", "python"): "tests/test_docs.py",
     ("operations.md", "yaml"): "tests/test_docs.py",
     ("store_format.md", "python"): "tests/test_docs.py",
     ("pipeline.md", "bash"): "tests/pipeline/test_own_data.py",
     ("integrations.md", "python"): "tests/integrations/check_langchain.py",
     ("hooks.md", "python"): "tests/blend/test_seed_hooks.py",  # an outline with `...`; examples/blend_hooks.py is whole
+    ("rag_stacks.md", "python"): "tests/integrations/check_rag_stacks.py",
     ("ray.md", "python"): "tests/ray/test_app.py",  # what it serves needs Ray: tests/ray/run.sh starts it
     ("server.md", "python"): "tests/entrypoints/openai",  # needs a server and the client, which those start
     ("server.md", "yaml"): "tests/test_docs_code.py",

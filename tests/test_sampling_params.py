@@ -56,6 +56,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", ""]}, "stop=.*empty"),
     ({"stop": ""}, "stop=.*empty"),
     ({"stop": "a", "detokenize": False}, "detokenize=True"),
+    ({"reasoning_marks": ("<think>", "")}, "reasoning_marks=.*second is not empty"),
+    ({"reasoning_marks": "ab"}, "reasoning_marks='ab'.*two strings"),
     ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
     ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
     ({"bad_words": [" "]}, "bad_words=.*empty"),

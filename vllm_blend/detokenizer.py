@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vllm_blend.outputs import Logprob
 from vllm_blend.sampling_params import SamplingParams
+from vllm_blend.stop_scope import AfterReasoning
 from vllm_blend.stop_strings import StopStrings
 
 _UNDECODABLE = "\ufffd"  # stands for bytes that are no character, or not yet
@@ -36,11 +37,14 @@ class Detokenizer:
     ) -> None:
         self._params = params
         self._stops = StopStrings.of(params.stop) if params.stop else None
+        marks = params.reasoning_marks if params.stop else None
+        self._scope = None if marks is None else AfterReasoning(*marks)  # until stop strings count
         self._decoder = (
             _IncrementalDecoder(tokenizer, params, prompt_token_ids) if tokenizer and params.detokenize else None
         )
         self._text = ""  # certain text, cut at the stop string once one is found
-        self._state = 0  # of `_stops`, after that text
+        self._searched = 0  # characters of it that were looked through for stop strings
+        self._state = 0  # of `_stops`, after those
         self._num_tokens = 0
         self._stopped = False
 
@@ -49,16 +53,20 @@ class Detokenizer:
 
         `ends` says that the token itself ended the output (end of sequence or a stop token): it is no text then, unless
         `include_stop_str_in_output`. If several stop strings are there, the one completed first counts, the longest of
-        those. Stop strings completed within the first `min_tokens` tokens are passed over.
+        those. Stop strings completed within the first `min_tokens` tokens, or within reasoning, are passed over.
         """
         self._num_tokens += 1
         if self._decoder is None or (ends and not self._params.include_stop_str_in_output):
             return None
-        start = len(self._text)
         self._text += self._decoder.step(token_id)
         if self._stops is None:
             return None
-        return self._find_stop(self._stops, start, not ends and self._num_tokens > self._params.min_tokens)
+        if self._scope is not None:
+            place = self._scope.find(self._text)
+            if place is None:
+                return None
+            self._searched, self._scope = place, None
+        return self._find_stop(self._stops, not ends and self._num_tokens > self._params.min_tokens)
 
     @property
     def text(self) -> str:
@@ -74,14 +82,16 @@ class Detokenizer:
         """
         if finished or self._stopped:
             return self.text
+        if self._scope is not None:  # what may still turn out to be no reasoning may hold a stop string
+            return self._text if self._scope.is_inside else ""
         if self._params.include_stop_str_in_output or self._stops is None:
             return self._text
         return self._text[: len(self._text) - self._stops.held[self._state]]
 
-    def _find_stop(self, stops: StopStrings, start: int, may_stop: bool) -> str | None:
-        """Read the text from `start` on; return the stop string that ends the output, if one may and does."""
+    def _find_stop(self, stops: StopStrings, may_stop: bool) -> str | None:
+        """Read on in the text; return the stop string that ends the output, if one may and does."""
         state = self._state
-        for end in range(start, len(self._text)):
+        for end in range(self._searched, len(self._text)):
             state = stops.step(state, self._text[end])
             length = stops.found[state]
             if length and may_stop:
@@ -90,7 +100,7 @@ class Detokenizer:
                 self._text = self._text[: end + 1 if self._params.include_stop_str_in_output else begin]
                 self._stopped = True
                 return stop
-        self._state = state
+        self._state, self._searched = state, len(self._text)
         return None
 
 

@@ -75,17 +75,17 @@ _GGUF = """
 parts give the first (`-00001-of-00003.gguf`). It is enough: **config, tokenizer, chat template and end tokens come from
 the file's metadata**.
 
-**On a CPU, quantized matrices stay as they are**, those of linear layers, the embedding and the output: Q4_0, Q4_1,
-Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, with the compiled kernels and one rank. They are read once, into bands of 16
-rows whose numbers lie side by side, and take the bytes that they have in the file. Up to 32 rows, as in decoding, are
-multiplied by the numbers themselves: activations are not rounded to 8 bits, as in llama.cpp, because the matrix takes
-longer to arrive from memory than its numbers take to unpack. For more rows a stretch of the matrix at a time is
+**On a CPU, quantized matrices stay as they are**, those of linear layers, experts, the embedding and the output: Q4_0,
+Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, with the compiled kernels and one rank. They are read once, into bands of
+16 rows whose numbers lie side by side, and take the bytes that they have in the file. Up to 32 rows, as in decoding,
+are multiplied by the numbers themselves: activations are not rounded to 8 bits, as in llama.cpp, because the matrix
+takes longer to arrive from memory than its numbers take to unpack. For more rows a stretch of the matrix at a time is
 unpacked to the activations' dtype, for torch's product. `dequantize_weights=True` dequantizes all at load.
 
-Other types that the package `gguf` can dequantize, experts, and everything on a GPU or several ranks are **dequantized
-at load**, matrix by matrix. A warning says so, and what memory they take. The families are compared with the models
-from which the test files are written, and some with `transformers`' reader of GGUF, too. Other architectures are
-refused.
+Other types that the package `gguf` can dequantize (among them the MXFP4 of gpt-oss' experts), and everything on a GPU
+or several ranks, are **dequantized at load**, matrix by matrix. A warning says so, and what memory they take. The
+families are compared with the models from which the test files are written, and some with `transformers`' reader of
+GGUF, too. Other architectures are refused.
 
 | `general.architecture` | architecture |
 |---|---|
@@ -98,9 +98,15 @@ that of Llama 3.1 and later from the factors that a file has (`rope_freqs.weight
 out. `dtype="auto"` on a GPU is float16 for F16 and quantized types, but bfloat16 for Gemma 3 and gpt-oss, whose
 activations leave float16's range; on a CPU it is bfloat16 if the processor multiplies that, as for any checkpoint of 16
 bits, and float32 otherwise. Metadata that would change the model and are not supported are refused by name.
-`transformers` may know what is refused here:
-`AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)` converts it. `vllm-blend
-finetune` trains no GGUF files.
+`transformers` may know what is refused here, and `vllm-blend finetune` trains no GGUF files. To convert one:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+whole = GgufConfig(dequantize=True)
+AutoModelForCausalLM.from_pretrained(path, gguf_file=name, quantization_config=whole).save_pretrained(new_path)
+AutoTokenizer.from_pretrained(path, gguf_file=name).save_pretrained(new_path)
+```
 
 **The tokenizer** is byte-level BPE or SentencePiece, and gives the ids of the model's published `tokenizer.json`.
 Text is split by the name of the file's pre-tokenizer (`tokenizer.ggml.pre`); an unknown name is refused. The ids differ

@@ -23,6 +23,8 @@ from itertools import accumulate, groupby, pairwise
 import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from vllm_blend.hidden_tokens import hidden_tokens, may_hide
+
 Span = tuple[int, int]
 
 
@@ -89,10 +91,13 @@ class PromptPieces:
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, literal: Iterable[Span] = ()) -> TextTokens:
     """Return the tokens of a text, without special tokens that it does not hold itself. In `literal` spans of it there
-    are none: what reads like one is text.
+    are none: what reads like one is text. So are special tokens that `HiddenTokens.hide` has hidden in the text.
 
     Raises ValueError if a literal span holds a control token and the tokenizer cannot take it for text.
     """
+    if may_hide(text):
+        text, hidden = hidden_tokens(tokenizer).reveal(text)
+        literal = sorted([*literal, *hidden])
     tokens = _tokenize(tokenizer, text)
     spans = [span for span in literal if span[0] < span[1]]
     if not spans:
@@ -227,17 +232,11 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> TextTokens:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return TextTokens(encoded["input_ids"], encoded["offset_mapping"])
     encoding = backend.encode(text, add_special_tokens=False)
-    if _adds_nothing(type(tokenizer)):
-        return TextTokens(encoding.ids, encoding.offsets)
+    names = ("__call__", "encode", "_encode_plus", "_batch_encode_plus")
+    if all(getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names):
+        return TextTokens(encoding.ids, encoding.offsets)  # it leaves the ids to its backend, as all fast ones do
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     return TextTokens(ids, encoding.offsets if encoding.ids == ids else ())
-
-
-def _adds_nothing(kind: type) -> bool:
-    """Return whether tokenizers of a class give the ids that their backend does: they encode as the class of all fast
-    ones."""
-    names = ("__call__", "encode", "_encode_plus", "_batch_encode_plus")
-    return all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names)
 
 
 @lru_cache(maxsize=4)

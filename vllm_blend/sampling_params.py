@@ -68,6 +68,8 @@ class SamplingParams:
         candidate, relative to the best one's.
     seed: makes the draws of this request reproducible, whatever else is in the batch.
     stop, stop_token_ids: text or tokens that end the generation. Neither counts before `min_tokens` tokens.
+    reasoning_marks: what opens and closes the reasoning that the output may begin with: ("<think>", "</think>"). Stop
+        strings do not count in it. An empty first mark: the prompt has opened it.
     ignore_eos: go on after the end-of-sequence token.
     max_tokens: most tokens generated, None until the context is full.
     min_tokens: tokens generated before any may stop the request.
@@ -129,6 +131,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: Any = None
+    reasoning_marks: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.flat_logprobs is None:
@@ -179,6 +182,13 @@ class SamplingParams:
         for field, strings in (("stop", self.stop), ("bad_words", self.bad_words)):
             if any(not s.strip() if field == "bad_words" else not s for s in strings):
                 raise ValueError(f"{field}={strings!r} holds an empty string: remove it")
+        marks = self.reasoning_marks
+        if marks is not None:
+            if not (isinstance(marks, (tuple, list)) and [type(each) for each in marks] == [str, str] and marks[1]):
+                raise ValueError(
+                    f"reasoning_marks={marks!r}: give two strings, of which the second is not empty, or None"
+                )
+            self.reasoning_marks = (marks[0], marks[1])
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need text, but detokenize=False: use stop_token_ids, or detokenize=True")
         if self.greedy and self.n > 1:

@@ -7,7 +7,7 @@ another engine can only do as that row does it: it is compared with the other en
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 CACHED = ", prefix cache on"  # of the baseline: a blend does not need it
@@ -35,9 +35,10 @@ class Group:
     """Rows that share an engine, which every turn starts anew."""
 
     name: str
-    model: str  # a shape of benchmarks.shapes, or a model directory relative to the checkout
+    model: str  # a shape of benchmarks.shapes, or a model directory or GGUF file, absolute or relative to the checkout
     options: dict[str, Any]  # of every side's LLM
     ours: dict[str, Any] = field(default_factory=dict)  # of our LLM beside these
+    sides: tuple[str, ...] = ()  # that can read the model; empty: all
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,42 @@ def cpu() -> Profile:
         *blends(gap, {"question_15": RULES["question_15"]}, "gap"),
     ]
     return Profile(groups, tuple(rows))
+
+
+def real(gguf: str | None, directory: str | None) -> Profile:
+    """Return the rows of a real model on a CPU: as a GGUF file beside llama.cpp, and as a directory beside vLLM's CPU
+    build and transformers. None leaves one of the two out."""
+    options = {
+        "max_model_len": 4224,
+        "max_num_seqs": 16,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": 0.3,  # of a CPU's memory, to vLLM
+    }
+    rag = {"prefix": 21, "passage": 253, "passages": 8, "question": 20, "pool": 8, "requests": 1, "tokens_out": 1}
+    batch = {"requests": 16, "tokens_in": [1000, 1000], "tokens_out": [64, 64]}
+    groups: list[Group] = []
+    rows: list[Row] = []
+    for kind, model, sides in (
+        ("file", gguf, ("ours", "llama.cpp")),
+        ("directory", directory, ("ours", "vllm", "transformers")),
+    ):
+        if model is None:
+            continue
+        blended, label = f"{kind}-rag", f"{kind}: "
+        groups += [
+            Group(kind, model, options, {}, sides),
+            Group(blended, model, options, {"enable_blending": True}, sides),
+        ]
+        one = Row(f"{kind}_rag", f"{label}one RAG prompt of 8 passages{CACHED}", blended, "rag", "ms", rag)
+        own = [
+            *(prefill(kind, tokens) for tokens in (512, 2048, 4096)),
+            *(decode(kind, batch, context, steps=32) for batch, context in ((1, 512), (1, 2048), (8, 512))),
+            Row("many", "16 requests of 1000 in, 64 out", kind, "batch", "tok/s", batch),
+        ]
+        rows += [replace(row, name=f"{kind}_{row.name}", label=f"{label}{row.label}") for row in own]
+        rows += [replace(one, absent=NO_PREFIX_CACHE)]
+        rows += blends(one, {name: RULES[name] for name in ("reuse", "question_15")}, one.name)
+    return Profile(tuple(groups), tuple(rows))
 
 
 PROFILES = {"gpu": gpu, "cpu": cpu}

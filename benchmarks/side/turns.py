@@ -23,7 +23,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "benchmarks" / "side" / "worker.py"
 EXIT_SECONDS = 30.0  # for an engine to close what it has opened
-OURS, VLLM, TRANSFORMERS = "ours", "vllm", "transformers"
+OURS, VLLM, TRANSFORMERS, LLAMA = "ours", "vllm", "transformers", "llama.cpp"
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,8 @@ class VLLM(Ours):
 
 
 class Transformers:
-    """The `generate` of Hugging Face transformers in float32, for prompts of equal length."""
+    """The `generate` of Hugging Face transformers, for prompts of equal length: in the model's dtype where an engine's
+    default is the model's, else in float32."""
 
     salt = ""  # it has no cache between calls
 
@@ -156,7 +157,8 @@ class Transformers:
         import transformers
 
         self.torch, self.module = torch, transformers
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        dtype = options.get("dtype", "auto")
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
 
     def seconds(self, prompts: list[Any], tokens: list[int], temperature: float = 0.0) -> float:
         if len({len(prompt["prompt_token_ids"]) for prompt in prompts}) != 1 or len(set(tokens)) != 1:
@@ -173,6 +175,86 @@ class Transformers:
 
     def versions(self) -> dict[str, str | None]:
         return versions_of("transformers", self.module, self.torch)
+
+
+class LlamaCpp:
+    """llama.cpp through its C API, as its server uses it: a sequence for each request, prompts in batches of 2,048
+    tokens, then a token of every sequence a step, greedy. A sequence keeps its KV, and the next prompt there reuses it
+    as far as the two begin alike."""
+
+    salt = ""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        import llama_cpp
+
+        self.lib = llama_cpp
+        llama_cpp.llama_backend_init()
+        self.weights = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        if not self.weights:
+            raise RuntimeError(f"llama.cpp could not load {model}")
+        self.sequences, length = options["max_num_seqs"], options["max_model_len"]
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.n_batch = length * self.sequences, self.sequences, 2048
+        threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+        params.n_threads = params.n_threads_batch = threads
+        self.size = params.n_batch
+        self.context = llama_cpp.llama_init_from_model(self.weights, params)
+        if not self.context:
+            raise RuntimeError("llama.cpp could not make a context")
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.batch = llama_cpp.llama_batch_init(self.size, 0, 1)
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.weights))
+        self.kept: list[Ids] = [[] for _ in range(self.sequences)]
+
+    def seconds(self, prompts: list[Any], tokens: list[int], temperature: float = 0.0) -> float:
+        """Return the wall time of computing these prompts and drawing this many tokens after each."""
+        if len(prompts) > self.sequences:
+            raise ValueError(f"{len(prompts)} requests at once, but there are {self.sequences} sequences")
+        start = time.perf_counter()
+        todo: list[tuple[int, int, int, bool]] = []  # token, position, sequence, whether its logits are wanted
+        for sequence, ids in enumerate(prompts):
+            kept = self.kept[sequence]
+            limit = min(len(kept), len(ids) - 1)
+            alike = next((at for at in range(limit) if kept[at] != ids[at]), limit)
+            self.lib.llama_memory_seq_rm(self.memory, sequence, alike, -1)
+            todo += [(ids[at], at, sequence, at == len(ids) - 1) for at in range(alike, len(ids))]
+            self.kept[sequence] = list(ids)
+        left, drawn = list(tokens), dict[int, int]()
+        while todo:
+            for at in range(0, len(todo), self.size):
+                drawn |= self._decode(todo[at : at + self.size])
+            for sequence, token in list(drawn.items()):
+                left[sequence] -= 1
+                if left[sequence]:
+                    self.kept[sequence].append(token)
+                else:
+                    del drawn[sequence]
+            todo = [(token, len(self.kept[sequence]) - 1, sequence, True) for sequence, token in drawn.items()]
+        return time.perf_counter() - start
+
+    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """Compute rows, and return the likeliest next token of each sequence whose logits are wanted."""
+        import numpy as np
+
+        batch = self.batch
+        batch.n_tokens = len(rows)
+        for row, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[row], batch.pos[row], batch.logits[row] = token, position, wanted
+            batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
+        if status := self.lib.llama_decode(self.context, batch):
+            raise RuntimeError(f"llama_decode returned {status}")
+        found = {}
+        for row, (_, _, sequence, wanted) in enumerate(rows):
+            if wanted:
+                logits = self.lib.llama_get_logits_ith(self.context, row)
+                found[sequence] = int(np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax())
+        return found
+
+    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None) -> Any:
+        return joined(pieces)
+
+    def versions(self) -> dict[str, str | None]:
+        return {"llama-cpp-python": self.lib.__version__, "Python": ".".join(map(str, sys.version_info[:3]))}
 
 
 def versions_of(name: str, module: Any, torch: Any) -> dict[str, str | None]:
@@ -306,7 +388,7 @@ def joined(pieces: list[Ids]) -> Ids:
     return [token for piece in pieces for token in piece]
 
 
-ENGINES: dict[str, Any] = {"ours": Ours, "vllm": VLLM, "transformers": Transformers}
+ENGINES: dict[str, Any] = {"ours": Ours, "vllm": VLLM, "transformers": Transformers, "llama.cpp": LlamaCpp}
 KINDS: dict[str, type[Work]] = {"prefill": Prefill, "decode": Decode, "batch": Batch, "rag": Rag, "gap": Gap}
 
 if __name__ == "__main__":

@@ -115,26 +115,20 @@ VB_INLINE vf add_sixteen(vf v, const uint16_t* bits, int part) {
 #endif
 }
 
-// Calls first(k, numbers) for the inputs k < 16 of a tile and second(k, numbers) for the others: lanes are rows
-// part * VL and on.
-template <typename K, typename First, typename Second>
-VB_INLINE void each_input(const uint8_t* numbers, int part, const First& first, const Second& second) {
+// Calls f(j, numbers of input j, numbers of input 16 + j) for all j < 16 of a tile: lanes are rows part * VL and on.
+template <typename K, typename F>
+VB_INLINE void each_pair(const uint8_t* numbers, int part, const F& f) {
   const uint8_t* lower = numbers + part * VL;
   const uint8_t* upper = lower + 256;
   if constexpr (K::BITS == 8) {
 #pragma GCC unroll 16
-    for (int j = 0; j < 16; ++j) {
-      first(j, signed_bytes(lower + BAND * j));
-      second(16 + j, signed_bytes(lower + BAND * (16 + j)));
-    }
+    for (int j = 0; j < 16; ++j) f(j, signed_bytes(lower + BAND * j), signed_bytes(lower + BAND * (16 + j)));
   } else if constexpr (K::BITS == 6) {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
       const vu a = bytes(lower + BAND * j), b = bytes(lower + BAND * (8 + j)), high = bytes(upper + BAND * j);
-      first(j, to_float((a & 15) | (high << 4 & 48)));
-      first(8 + j, to_float((b & 15) | (high << 2 & 48)));
-      second(16 + j, to_float(a >> 4 | (high & 48)));
-      second(24 + j, to_float(b >> 4 | (high >> 2 & 48)));
+      f(j, to_float((a & 15) | (high << 4 & 48)), to_float(a >> 4 | (high & 48)));
+      f(8 + j, to_float((b & 15) | (high << 2 & 48)), to_float(b >> 4 | (high >> 2 & 48)));
     }
   } else {
     const uint16_t* fifth = (const uint16_t*)(numbers + 256);
@@ -146,8 +140,7 @@ VB_INLINE void each_input(const uint8_t* numbers, int part, const First& first, 
         a = add_sixteen(a, fifth + j, part);
         b = add_sixteen(b, fifth + 16 + j, part);
       }
-      first(j, a);
-      second(16 + j, b);
+      f(j, a, b);
     }
   }
 }
@@ -171,16 +164,18 @@ VB_INLINE BlockScale scale_of(const uint8_t* block, int tile, int run, int part)
   return {scale, offset};
 }
 
+// What numbers stand for. Without an offset of the type's own this is exact: a number has few bits, and its scale 11, or
+// 18 of which a byte is a factor.
+VB_INLINE vf value_of(vf numbers, const BlockScale& by) { return numbers * by.scale + by.offset; }
+
 // to[k * VL + lane] = what the inputs of a tile are, in the rows from part * VL on.
 template <typename K>
 static __attribute__((noinline)) void unpack_tile(float* to, const uint8_t* block, int tile, int part) {
   const BlockScale one = scale_of<K>(block, tile, 0, part), two = scale_of<K>(block, tile, K::RUNS - 1, part);
-  auto put = [&](int k, vf numbers, const BlockScale& by) __attribute__((always_inline)) {
-    store(to + k * VL, K::HAS_OFFSET ? numbers * by.scale + by.offset : (numbers - float(K::ZERO)) * by.scale);
-  };
-  each_input<K>(
-      block + K::HEAD + tile * K::NUMBERS, part, [&](int k, vf numbers) __attribute__((always_inline)) { put(k, numbers, one); },
-      [&](int k, vf numbers) __attribute__((always_inline)) { put(k, numbers, two); });
+  each_pair<K>(block + K::HEAD + tile * K::NUMBERS, part, [&](int j, vf a, vf b) __attribute__((always_inline)) {
+    store(to + j * VL, value_of(a, one));
+    store(to + (16 + j) * VL, value_of(b, two));
+  });
 }
 
 }  // namespace VB_NAMESPACE

@@ -4,7 +4,7 @@
 #include "../vllm_blend_cpu.h"
 #include "parallel.h"
 
-#if defined(__x86_64__) && defined(VB_HAVE_AMX)
+#if defined(__x86_64__) && defined(VB_HAVE_AVX512BF16)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,18 +20,30 @@ struct Buffer {
 
 thread_local Buffer buffers[VB_SCRATCH_SLOTS];
 
-#if defined(__x86_64__) && defined(VB_HAVE_AMX)
+#if defined(__x86_64__) && defined(VB_HAVE_AVX512)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+#if defined(__x86_64__) && defined(VB_HAVE_AVX512BF16)
+bool multiplies_bf16() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5)) && has_avx512();
+}
+
+#if defined(VB_HAVE_AMX)
 bool amx_usable() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   const bool tile = d & (1u << 24), tile_bf16 = d & (1u << 22);
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return false;
-  const bool avx512_bf16 = a & (1u << 5);
-  if (!tile || !tile_bf16 || !avx512_bf16 || !__builtin_cpu_supports("avx512vl")) return false;
+  if (!tile || !tile_bf16 || !multiplies_bf16()) return false;
   // Linux hands out the tile registers on request (arch_prctl ARCH_REQ_XCOMP_PERM of XTILEDATA), to the whole process.
   const long request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
+#endif
 #endif
 
 const char* find_isas() {
@@ -47,10 +59,11 @@ const char* find_isas() {
 #if defined(VB_HAVE_AMX)
   if (amx_usable()) add("amx");
 #endif
+#if defined(VB_HAVE_AVX512BF16)
+  if (multiplies_bf16()) add("avx512bf16");
+#endif
 #if defined(VB_HAVE_AVX512)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    add("avx512");
+  if (has_avx512()) add("avx512");
 #endif
 #if defined(VB_HAVE_AVX2)
   // Every CPU with AVX2 and FMA converts half precision (F16C) too.

@@ -18,6 +18,7 @@ COMMANDS = sorted(
     not in (
         "__init__",
         "answers",
+        "bad_bodies_cases",
         "gpu_account",
         "passages",
         "ray_requests",

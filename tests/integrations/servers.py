@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.integrations.hugging_face import ROOT
@@ -26,26 +27,38 @@ def as_prompt(question: str) -> str:
     return f"Question: {question}\nAnswer:"
 
 
-class ServerProcess:
-    """A server of the demo model that is tuned for reuse. Raises RuntimeError with its log if it does not start."""
+# A small model likes to go on with spaces, and with properties of its own.
+STRUCTURED_OUTPUTS = {"disable_any_whitespace": True, "disable_additional_properties": True}
+DEMO_OPTIONS = {
+    "--blend-encoding-context": "page",  # the template puts nothing before the first passage
+    "--tool-call-parser": "hermes",  # the model's chat template shows no format of calls
+    "--structured-outputs-config": json.dumps(STRUCTURED_OUTPUTS),
+}
 
-    def __init__(self, folder: Path) -> None:
-        """Start it, with its log in `folder`."""
+
+class ServerProcess:
+    """A server, by default of the demo model that is tuned for reuse. Raises RuntimeError with its log if it does not
+    start."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str = REUSE_MODEL,
+        options: Mapping[str, str] = DEMO_OPTIONS,
+        flags: Sequence[str] = (),
+    ) -> None:
+        """Start it, with its log in `folder`, and with further flags."""
         self._log = folder / "server.log"
-        # A small model likes to go on with spaces, and with properties of its own.
-        structured_outputs = {"disable_any_whitespace": True, "disable_additional_properties": True}
-        options = {
+        common = {
             "--port": "0",
             "--device": "cpu",
             "--dtype": "float32",
             "--served-model-name": NAME,
             "--num-gpu-blocks-override": "512",
-            "--blend-encoding-context": "page",  # the template puts nothing before the first passage
-            "--tool-call-parser": "hermes",  # the model's chat template shows no format of calls
-            "--structured-outputs-config": json.dumps(structured_outputs),
         }
+        options = {**common, **options}
         arguments = [text for pair in options.items() for text in pair]
-        command = [sys.executable, "-m", "vllm_blend", "serve", REUSE_MODEL, *arguments]
+        command = [sys.executable, "-m", "vllm_blend", "serve", model, *arguments, *flags]
         with self._log.open("w") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,20 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
+from tests.checkout import ROOT
 from tests.distributed.ranks import CPU, on_ranks
 from tests.engine.engines import greedy, new_llm, run, tokens_of
 from tests.engine.tiny_tokenizers import byte_level
 from tests.models.gguf_files import BF16, F16, F32, Q4_0, Q8_0, TRAITS, arrays_of, gguf_model, write_gguf
-from tests.models.gguf_vocabularies import entries_of, write_vocabulary
+from tests.models.gguf_vocabularies import TEXTS, byte_level_entries, entries_of, write_vocabulary
 from tests.models.tiny import CONTEXT, PagedRunner, hf_logits, load_tiny, prompt
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.gguf.families import GGUF_FAMILIES
+from vllm_blend.models.gguf.header import read_header
+from vllm_blend.models.gguf.names import conversion
+from vllm_blend.models.gguf.tokenizer import load_gguf_tokenizer
 from vllm_blend.models.loader import load_hf_config, load_model
 
 pytestmark = pytest.mark.cpu_only
@@ -53,6 +58,32 @@ def test_logits_are_those_of_transformers(family: str, kind: gguf.GGMLQuantizati
     expected = hf_logits(as_transformers_reads(path), prompt(LENGTH))
     assert expected.std() > 0.5
     torch.testing.assert_close(ours(path), expected, rtol=1e-4, atol=2e-4)
+
+
+def test_a_file_can_be_converted_as_errors_and_docs_say(tmp_path: Path) -> None:
+    vocabulary = byte_level_entries("llama-bpe", **{"ggml.add_bos_token": True})
+    model = gguf_model("llama", vocab_size=len(vocabulary["/tokenizer.ggml.tokens"]))
+    path = Path(write_gguf(tmp_path / "model.gguf", "llama", model, Q8_0, vocabulary=vocabulary))
+    known = {"AutoModelForCausalLM": AutoModelForCausalLM, "GgufConfig": GgufConfig, "new_path": tmp_path / "error"}
+    eval(conversion(repr(str(path.parent)), repr(path.name)), known)
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(block, {"path": path.parent, "name": path.name, "new_path": tmp_path / "docs"})
+    expected = ours(str(path))
+    for name in ("error", "docs"):
+        torch.testing.assert_close(ours(str(tmp_path / name)), expected, rtol=1e-4, atol=2e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "docs")
+    assert tokenizer.encode(TEXTS[0]) == load_gguf_tokenizer(path).encode(TEXTS[0])
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    path = Path(write_gguf(tmp_path / "model.gguf", "llama", gguf_model("llama")))
+    first = read_header(path)
+    assert read_header(path) is first  # a vocabulary takes a while to pass over
+    write_gguf(path, "llama", gguf_model("llama", num_hidden_layers=2))
+    assert len(read_header(path).tensors) < len(first.tensors)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        read_header(path)
 
 
 def k_quantized(kind: str, rows: int, seed: int = 3) -> np.ndarray:

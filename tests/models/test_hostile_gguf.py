@@ -189,7 +189,7 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         ValueError,
         match=r"model\.gguf: general\.architecture is 'qwen2moe' \(did you mean 'qwen3moe'\?\); of GGUF files gemma3, "
         r"gpt-oss, granite, llama, mistral3, olmo2, phi3, qwen2, qwen3, qwen3moe, smollm3 are read\. "
-        r".*from_pretrained\('.*', gguf_file='model\.gguf'\)\.save_pretrained",
+        r".*from_pretrained\('.*', gguf_file='model\.gguf', .*dequantize=True\)\)\.save_pretrained",
     ):
         load_hf_config(path)
 

@@ -12,9 +12,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.models.loading import needs_peak, peak_of_loading
 from tests.models.tiny import CONTEXT, DTYPE, edit_config, load_tiny, save, tiny_hf_model
+from vllm_blend.models import stored
 from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.loader import construct_as, load_hf_config, load_model
 from vllm_blend.models.weights import checkpoint_destinations
@@ -41,18 +44,44 @@ def shard(checkpoint: Path) -> list[Path]:
 
 
 def test_every_parameter_equals_the_checkpoint(checkpoint: Path) -> None:
-    stored = {name: t.to(DTYPE) for name, t in load_file(checkpoint / "model.safetensors").items()}
+    saved = {name: t.to(DTYPE) for name, t in load_file(checkpoint / "model.safetensors").items()}
     model = load_tiny(str(checkpoint))
     destinations = {}
     for name, destination in checkpoint_destinations(model).items():
         assert isinstance(destination, torch.Tensor)
         destinations[name] = destination
-    assert destinations.keys() == stored.keys()
-    assert all(torch.equal(destinations[name].cpu(), stored[name]) for name in stored)
+    assert destinations.keys() == saved.keys()
+    assert all(torch.equal(destinations[name].cpu(), saved[name]) for name in saved)
     assert sum(t.numel() for t in destinations.values()) == sum(p.numel() for p in model.parameters())
     packed = model.model.layers[1].self_attn.qkv_proj.weight
-    parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    parts = [saved[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(packed.cpu(), torch.cat(parts))
+
+
+def test_a_file_that_is_mapped_in_turns_gives_the_same_numbers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = dict(load_tiny(str(checkpoint)).named_parameters())
+    opened: list[Path] = []
+
+    def count(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(stored, "safe_open", count)
+    monkeypatch.setattr(stored, "READ_AT_ONCE", 10_000)
+    model = load_tiny(str(checkpoint))
+    assert len(opened) > 10
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+
+
+@needs_peak
+def test_what_has_been_copied_from_a_file_does_not_stay_in_memory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
+    save(tiny_hf_model("llama", **sizes), tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size > 32 << 20
+    assert size < peak_of_loading(tmp_path, 4 << 20) < 1.3 * size + (8 << 20)  # at once it would be 2.2 times
 
 
 def test_the_model_is_ready_for_inference(checkpoint: Path) -> None:

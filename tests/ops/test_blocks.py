@@ -72,7 +72,8 @@ def test_products_are_those_with_the_numbers(kind: int, isa: str, dtype: torch.d
         halves = ops.pack_blocks(kind, [first[0][:BAND], first[0][BAND:]], [None, None], SIZE)
         matrix = BlockMatrix((halves, ops.pack_blocks(8, [second[0]], [None], SIZE)))
         assert matrix.shape == (53, SIZE)
-        slack = 2.0 if rows > KERNEL_ROWS else 1.0  # numbers are rounded to the dtype there
+        in_pairs = dtype == torch.bfloat16 and isa in ("avx512bf16", "amx") and rows > 2
+        slack = 2.0 if in_pairs or rows > KERNEL_ROWS else 1.0  # numbers are rounded to the dtype there
         assert_near(ops.blocks_linear(x, matrix, bias), expected, dtype, slack)
 
 

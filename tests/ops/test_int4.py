@@ -99,7 +99,7 @@ def test_large_matrices_are_unpacked_in_parts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_kernel_rows_are_by_instruction_set() -> None:
-    assert KERNEL_ROWS.keys() <= {"amx", "avx512", "avx2", "generic"}
+    assert KERNEL_ROWS.keys() <= {"amx", "avx512bf16", "avx512", "avx2", "generic"}
     assert max_kernel_rows("generic", torch.float32) == OTHER_ROWS < max_kernel_rows("amx", torch.bfloat16)
 
 

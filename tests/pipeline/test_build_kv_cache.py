@@ -70,7 +70,7 @@ def test_every_passage_has_a_folder_and_the_best_are_for_the_gpu(built: Stages) 
 def test_a_stored_chunk_is_what_a_plain_prefill_computes(built: Stages) -> None:
     llm = LLM(MODEL)
     stage_input = read_stage_input(built.retrieval, "", 0)
-    chunk, instruction = stage_input.samples[1].chunks[3], stage_input.style.instruction
+    chunk, instruction = stage_input.samples[1].chunks[3], stage_input.asking.prefix
     prefix, [chunk_id] = llm.llm_engine.identify_chunks(instruction, [chunk.text])
     assert prefix is not None
     stored = load_chunk(built.chunks / chunk.chunk_id, chunk_id, llm.llm_engine.fingerprint)

@@ -150,13 +150,13 @@ def test_a_timeline_without_matplotlib_is_refused_before_anything_runs(
 def test_the_answers_are_those_of_the_engine(built: Stages, trace: dict[str, Any]) -> None:
     llm = LLM(MODEL, enable_blending=True, blend_recompute_ratio=0.15, blend_encoding_context="prefix")
     stage_input = read_stage_input(built.retrieval, "", 0)
-    params = SamplingParams(temperature=0, max_tokens=stage_input.style.max_tokens, stop=["\n"])
+    params = SamplingParams(temperature=0, max_tokens=stage_input.asking.max_tokens, stop=["\n"])
     for sample, result in zip(stage_input.samples, trace["results"], strict=True):
         chunks = sorted(sample.best(9), key=lambda chunk: chunk.position)
         prompt: ChunkedPrompt = {
-            "prefix": stage_input.style.instruction,
+            "prefix": stage_input.asking.prefix,
             "chunks": [chunk.text for chunk in chunks],
-            "suffix": stage_input.style.suffix(sample.sample.question),
+            "suffix": stage_input.asking.suffix(sample.sample.question),
         }
         [output] = llm.generate(prompt, params, use_tqdm=False)
         assert output.outputs[0].text == result["prediction"] and output.outputs[0].text
@@ -260,7 +260,7 @@ def test_other_kv_in_the_folders_changes_the_answers(built: Stages, tmp_path: Pa
     engine = LLM(MODEL, enable_blending=True, blend_encoding_context="prefix").llm_engine
     stage_input = read_stage_input(stages.retrieval, "", 0)
     for sample in stage_input.samples:
-        _, ids = engine.identify_chunks(stage_input.style.instruction, [chunk.text for chunk in sample.best(9)])
+        _, ids = engine.identify_chunks(stage_input.asking.prefix, [chunk.text for chunk in sample.best(9)])
         for chunk, chunk_id in zip(sample.best(9), ids, strict=True):
             kv = load_chunk(stages.chunks / chunk.chunk_id, chunk_id, engine.fingerprint)
             zeros = ChunkKV(kv.k * 0, kv.v * 0)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
+from vllm_blend.pipeline.ask import BY_NAME
 from vllm_blend.pipeline.config import RetrievalConfig, add_dataset_flags, dataset_settings
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.prompts import PROMPT_STYLES, reworded
@@ -31,7 +32,7 @@ def test_the_order_is_the_retrievals(tmp_path: Path) -> None:
     run_retrieval(config(tmp_path))
     stage = read_stage_input(config(tmp_path), "", 0)
     first, second = stage.samples
-    assert stage.source == tmp_path / "out/musique_x_rag_both_k2.json" and stage.style.name == "musique"
+    assert stage.source == tmp_path / "out/musique_x_rag_both_k2.json" and stage.asking.style.name == "musique"
     assert [chunk.chunk_id for chunk in first.chunks] == [f"musique_x-sample0_chunk{i}" for i in range(3)]
     assert [chunk.position for chunk in first.best(9)] == [(0, 1), (0, 2)]
     assert first.chunks[1].text == "owls live in woods\n\n"
@@ -152,21 +153,23 @@ def test_a_data_set_of_any_name_is_asked_in_words_of_its_own(tmp_path: Path) -> 
     own = {"dataset_name": "mine", "dataset_path": str(write_json(tmp_path / "mine.json", [sample("a")]))}
     with pytest.raises(ValueError, match=r"cannot tell how to ask data set 'mine'.*--dataset-style or DATASET_STYLE"):
         read_stage_input(config(tmp_path, **own), "", 0)
-    style = read_stage_input(config(tmp_path, **own, **OWN), "", 0).style
+    style = read_stage_input(config(tmp_path, **own, **OWN), "", 0).asking.style
     assert style.instruction == "Read this.\n" and style.suffix(" Why? ") == "\nQ: Why? {x}\nA:"
     assert style.metric == "f1" and style.max_tokens == 24
-    plain = read_stage_input(config(tmp_path, **own, dataset_style="samsum"), "", 0).style
+    plain = read_stage_input(config(tmp_path, **own, dataset_style="samsum"), "", 0).asking.style
     assert plain == PROMPT_STYLES["samsum"]
-    lines = read_stage_input(config(tmp_path, **own, dataset_style="samsum", instruction="One.\\n\\n"), "", 0).style
+    lines = read_stage_input(
+        config(tmp_path, **own, dataset_style="samsum", instruction="One.\\n\\n"), "", 0
+    ).asking.style
     assert lines.instruction == "One.\n\n"
 
 
 def test_later_stages_ask_as_the_first_was_told_unless_told_otherwise(tmp_path: Path) -> None:
     own = {"dataset_name": "mine", "dataset_path": str(write_json(tmp_path / "mine.json", [sample("a")]))}
     run_retrieval(config(tmp_path, **own, **OWN))
-    style = read_stage_input(config(tmp_path, **own), "", 0).style
+    style = read_stage_input(config(tmp_path, **own), "", 0).asking.style
     assert style == reworded(PROMPT_STYLES["musique"], OWN["instruction"], OWN["template"])
-    other = read_stage_input(config(tmp_path, **own, dataset_style="wikimqa", instruction="Look."), "", 0).style
+    other = read_stage_input(config(tmp_path, **own, dataset_style="wikimqa", instruction="Look."), "", 0).asking.style
     assert (other.name, other.instruction) == ("wikimqa", "Look.\n") and other.template == style.template
 
 
@@ -192,4 +195,4 @@ def test_a_wrong_wording_is_named_in_flags_and_in_the_retrievals_output(
 
 def test_the_styles_that_flags_know_are_those_that_exist() -> None:
     [option] = [option for option in RetrievalConfig.options() if option.name == "dataset_style"]
-    assert set(get_args(option.type)) == {"", *PROMPT_STYLES}
+    assert set(get_args(option.type)) == {"", BY_NAME, *PROMPT_STYLES}

@@ -189,7 +189,7 @@ def test_hotpotqa_is_asked_by_the_chat_template(model: str, tmp_path: Path, caps
     (tmp_path / "dev.jsonl").write_text("\n".join(map(json.dumps, raws)))
     folder = Path(shutil.copytree(model, tmp_path / "chat"))
     (folder / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}User: {{ m['content'] }}\n{% endfor %}Answer:"
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}Answer:"
     )
     assert module.main([str(folder), "--data", str(tmp_path / "dev.jsonl"), *FEW, "--rules", "none"]) == 1
     printed = capsys.readouterr()

@@ -11,8 +11,8 @@ from tests.quality.broken import Noisy, OtherRope, StepPositions
 from tests.quality.small import MODEL, write_small
 from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.registry import MODEL_REGISTRY
+from vllm_blend.pipeline.ask import choose_asking
 from vllm_blend.quality import exactness
-from vllm_blend.quality.ask import choose_asking
 from vllm_blend.quality.questions import Questions, read_questions
 from vllm_blend.quality.session import Session
 

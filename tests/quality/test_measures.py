@@ -12,8 +12,8 @@ import pytest
 from tests.quality.small import MODEL, small_samples, write_small
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.pipeline import build_qa_prompt, normalize_sample
+from vllm_blend.pipeline.ask import choose_asking
 from vllm_blend.pipeline.evaluate import score_prediction
-from vllm_blend.quality.ask import choose_asking
 from vllm_blend.quality.measures import LISTS, Measured, measure, total_work
 from vllm_blend.quality.questions import Questions, joined_ids, read_questions, select_fitting
 from vllm_blend.quality.session import Session

@@ -49,6 +49,18 @@ def truths(session: Session, plain: list[Any]) -> list[Truth]:
     return session.truths(plain, 24)
 
 
+def test_the_plain_prompt_has_the_text_of_the_chunked_one(session: Session) -> None:
+    """Chat templates end a turn after the question: the token that does is not text there, as it is in a passage."""
+    engine = session.engine
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    end = tokenizer.eos_token
+    prompt: Any = {"prefix": "Answer.\n\n", "chunks": ["One.\n\n", "Two.\n\n"], "suffix": f"Three?{end}\nAnswer:"}
+    ids = joined_ids(engine, prompt)
+    assert ids == engine.parse("".join([prompt["prefix"], *prompt["chunks"], prompt["suffix"]])).token_ids
+    assert tokenizer.eos_token_id in ids and ids == engine.parse(prompt).token_ids
+
+
 def whole(tokens: int, layers: int = LAYERS) -> float:
     """Token-layers of a prefill that draws one token: the last layer does the rest for its last row only."""
     return tokens * (layers - 1 + SHARE) + 1 - SHARE

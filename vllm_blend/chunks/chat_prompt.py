@@ -8,6 +8,7 @@ edge of a part belongs to the text between the parts; a part without a token of 
 altogether.
 
 Texts of users and tools are text: control tokens in them (`<|im_start|>`) are none, unless the engine trusts chunks.
+Nor are special tokens in what models and the makers of tools have written.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from vllm_blend.chunks.messages import ContentFormat, Message
 from vllm_blend.chunks.slots import find_beginning, find_slots, render_literal
+from vllm_blend.hidden_tokens import hidden_tokens
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.prompt_parser import is_far_too_long
 from vllm_blend.prompt_pieces import Span, control_tokens, tokenize
@@ -46,12 +48,14 @@ def chat_prompts(
     prompts: list[ParsedPrompt | str] = []
     for index, messages in enumerate(conversations):
         try:
+            if not trusts:
+                template, messages = hide_special_tokens(template, messages)
             conversation = ConversationTexts(template, template.fit(messages))
             text, literal = conversation.render_literal(trusts)
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template does not take conversation {index}: {error}") from error
         fits = not is_far_too_long([text], template.tokenizer, max_model_len)
-        prompts.append(_chat_prompt(conversation, text, literal, blends) if fits else text)
+        prompts.append(revealed(_chat_prompt(conversation, text, literal, blends), template) if fits else text)
     if lost := [i for i, prompt in enumerate(prompts) if isinstance(prompt, ParsedPrompt) and prompt.num_unfound_parts]:
         logger.warning(
             "%d of %d conversations (the first is number %d) are plain prompts without any chunks: the chat template "
@@ -61,6 +65,40 @@ def chat_prompts(
             lost[0],
         )
     return prompts
+
+
+def hide_special_tokens(template: ChatTemplate, messages: Sequence[Message]) -> tuple[ChatTemplate, list[Message]]:
+    """Hide the special tokens in what models and the makers of tools write: assistants' messages, all fields of
+    messages but the role, and tools. A document may have a model repeat <|im_start|>, which would begin a turn when the
+    answer comes back in the next request. The prompt's text must be `revealed`."""
+    hide = hidden_tokens(template.tokenizer).hide
+
+    def hidden(value: Any) -> Any:
+        if isinstance(value, str):
+            return hide(value)
+        if isinstance(value, Mapping):
+            return {hidden(key): hidden(each) for key, each in value.items()}
+        return [hidden(each) for each in value] if isinstance(value, list) else value
+
+    try:
+        kept = [
+            replace(
+                message,
+                fields={key: value if key == "role" else hidden(value) for key, value in message.fields.items()},
+                texts=tuple(map(hide, message.texts)) if message.role == "assistant" else message.texts,
+            )
+            for message in messages
+        ]
+        return replace(template, options={**template.options, "tools": hidden(template.options.get("tools"))}), kept
+    except RecursionError:
+        raise ValueError("a message or a tool is nested too deeply: flatten it") from None
+
+
+def revealed(prompt: ParsedPrompt, template: ChatTemplate) -> ParsedPrompt:
+    """Return a prompt with the special tokens in its text that `hide_special_tokens` has hidden."""
+    if prompt.text is None:
+        return prompt
+    return replace(prompt, text=hidden_tokens(template.tokenizer).reveal(prompt.text)[0])
 
 
 def _chat_prompt(conversation: ConversationTexts, text: str, literal: Sequence[Span], blends: bool) -> ParsedPrompt:

@@ -38,7 +38,7 @@ _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_templ
     *_FLAGS,
     "tools",
     "documents",
-}
+} | {"messages"}
 
 
 @dataclass(frozen=True)

@@ -72,16 +72,19 @@ class AsyncRequest:
         """Return whether the engine has generated anything."""
         return self._group.metrics.first_token_time is not None
 
-    def enter_arrived(self) -> list[int]:
-        """Enter what has arrived. Return the completions that a stop string has ended: the engine must be told."""
+    def enter_arrived(self) -> tuple[list[int], int]:
+        """Enter what has arrived, up to the first news with log-probabilities. Return the completions that a stop
+        string has ended, of which the engine must be told, and how many log-probabilities were entered."""
         stopped: list[int] = []
         while self.arrived:
             news = self.arrived.popleft()
             if isinstance(news, tuple):
                 stopped += self._enter_single(*news)
-            else:
-                stopped += self._enter(news)
-        return stopped
+                continue
+            stopped += self._enter(news)
+            if num_logprobs := news.num_logprobs:
+                return stopped, num_logprobs
+        return stopped, 0
 
     def abort(self) -> None:
         """End it with what there is."""

@@ -18,6 +18,7 @@ from vllm_blend.engine.process.messages import Abort, Outputs, Stop, ToEngine
 logger = logging.getLogger(__name__)
 
 BATCH = 32  # requests whose news are entered before others get their turn on an event loop: some 0.1 ms
+LOGPROBS = 1024  # after so many it is their turn as well: making one takes some microseconds
 RECENT = 64  # requests whose ends tell how fast the queue moves
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
@@ -109,7 +110,7 @@ class RequestTable:
         for delta in news.deltas:
             request = known.get(delta.number)
             if request is not None:
-                request.arrived.append(delta)
+                request.arrived += delta.pieces()
                 by_loop[request.loop].append(request)
         for number, token in zip(news.singles, news.token_ids, strict=True):
             request = known.get(number)
@@ -141,15 +142,21 @@ class RequestTable:
 
     def _enter(self, requests: deque[AsyncRequest]) -> None:
         """Enter the news of some requests, and come back for the rest."""
+        num_logprobs = 0
         for _ in range(min(BATCH, len(requests))):
+            if num_logprobs > LOGPROBS:
+                break
             request = requests.popleft()
             try:
-                stopped = request.enter_arrived()
+                stopped, entered = request.enter_arrived()
             except Exception as error:  # a tokenizer of the user's may raise anything
                 logger.exception("the text of request %s could not be made", request.request_id)
                 request.fail(error)
                 self.drop(request)
                 continue
+            num_logprobs += entered
+            if request.arrived:
+                requests.append(request)
             if stopped:
                 self._tell_stopped(request, stopped)
             if request.finished:

@@ -1,7 +1,7 @@
 """`vllm-blend finetune`: continue training a model until it answers as well from reused chunk KV as from full prefill.
 
     vllm-blend finetune inputs/demo-model --output my-model --worlds --minutes 7
-    vllm-blend finetune Qwen/Qwen3-0.6B --output my-model --dataset train_musique.json --steps 2000 --distill 1
+    vllm-blend finetune Qwen/Qwen3-0.6B --output my-model --dataset hotpot_train_v1.1.json --steps 2000 --distill 1
     vllm-blend finetune mistralai/Mistral-7B-v0.3 --measure-only --lora-rank 16 --max-length 4096 --batch-size 1
 
 Prompts are computed in full, from chunks that were encoded on their own, or with a part of the chunks recomputed; most
@@ -33,18 +33,38 @@ from vllm_blend.finetune.plan import TrainingPlan
 from vllm_blend.finetune.replicas import Replicas, joined
 from vllm_blend.finetune.rows import LENGTH_MULTIPLE
 from vllm_blend.finetune.run import Student, run_training
-from vllm_blend.finetune.sources import Source, WorldOptions, dataset_source, leading_bos, world_source
+from vllm_blend.finetune.samples import Asked
+from vllm_blend.finetune.sources import (
+    Source,
+    WorldOptions,
+    dataset_source,
+    leading_bos,
+    pad_token,
+    world_source,
+)
 from vllm_blend.finetune.state import begin_or_resume
 from vllm_blend.finetune.teacher import FrozenModel, Teacher, WithoutAdapter, check_vocabulary
-from vllm_blend.models.gguf.names import names_gguf
+from vllm_blend.models.gguf.names import conversion, names_gguf
 from vllm_blend.models.loader import load_hf_config
 
 CONTEXTS = ("prefix", "bos")
+# Of the recipe for the demo models, which were trained from scratch at such rates, and of models that others trained.
+WORLDS_RATE, WORLDS_BATCH = 6e-4, 64
+RATE, ADAPTER_RATE, BATCH = 5e-5, 2e-4, 16
+LATER = {
+    "learning_rate": f"{RATE:g}, with --lora-rank {ADAPTER_RATE:g}, with --worlds {WORLDS_RATE:g}",
+    "batch_size": f"{BATCH}, with --worlds {WORLDS_BATCH}",
+    "accumulate": "as few as the memory takes",
+    "checkpoint_activations": "if training would take more than half of the free memory without it",
+}
 
 
 def finetune(args: argparse.Namespace, say: Any) -> int:
     """Run the command. Raises ValueError or OSError for bad input."""
     check_options(args)
+    for name, value in usual_values(args).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     config = load_hf_config(args.model)
     lengths = row_lengths(args, config.max_position_embeddings)
     attention.check_supported(config, args.model, max(lengths))
@@ -67,19 +87,35 @@ def run(
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     plan = make_plan(args, mask_shares(args, leading_bos(tokenizer)), args.distill)
     resumed = begin_or_resume(args.output, plan, args.resume)
-    source = make_source(args, tokenizer, lengths, 0 if resumed is None else resumed.rows, replicas, say)
+    received = 0 if resumed is None else resumed.rows
+    source = make_source(args, tokenizer, config.vocab_size, lengths, received, replicas, say)
     if plan.target is not None and not source.development:
         raise ValueError(f"--target {plan.target} needs development rows: give --development FILE, or --worlds")
-    again, with_adapter = args.checkpoint_activations, bool(args.lora_rank)
-    plan = fit_to_memory(config, plan, max(source.lengths), with_adapter, again, device)
+    saving = args.checkpoint_activations, args.accumulate
+    plan = fit_to_memory(config, plan, max(source.lengths), bool(args.lora_rank), device, *saving)
+    say(_told(plan, max(source.lengths), source.capacities))
     attention.register()
     student = make_student(args, config, tokenizer, device)
     teacher = make_teacher(args, student, plan.compile, device)
     run_training(student, source, plan, args.output, say, teacher, resumed, replicas)
 
 
+def _told(plan: TrainingPlan, length: int, capacities: Sequence[int]) -> str:
+    """Return how the training goes about it, for the user."""
+    again = ", computing activations twice" if plan.checkpoint_activations else ""
+    parts = f", {plan.batch_size // plan.accumulate} at a time{again}"
+    rows = f"{sum(capacities)} rows of up to {length} tokens"
+    return f"{rows}: {plan.batch_size} in a step{parts}, learning rate {plan.learning_rate:g}"
+
+
 def _say_nothing(line: object) -> None:
     """Leave the telling to rank 0."""
+
+
+def usual_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of options whose defaults depend on what is trained."""
+    rate = WORLDS_RATE if args.worlds else ADAPTER_RATE if args.lora_rank else RATE
+    return {"learning_rate": rate, "batch_size": WORLDS_BATCH if args.worlds else BATCH}
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -94,10 +130,12 @@ def check_options(args: argparse.Namespace) -> None:
         return
     for name in (args.model, args.teacher):
         if name is not None and names_gguf(name):
+            place = Path(name)
             raise ValueError(
                 f"{name!r} is a GGUF file, and models are trained from safetensors: give the directory or Hub id of "
-                "the model that the file was made of, or convert the file with transformers "
-                "(AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_path))"
+                "the model that the file was made of, or convert the file with transformers: "
+                f"{conversion(repr(str(place.parent)), repr(place.name))}; and save its tokenizer there too "
+                "(docs/models.md has the lines)"
             )
     if args.output is None:
         raise ValueError("give --output DIR: where the model is to be written")
@@ -129,14 +167,18 @@ def row_lengths(args: argparse.Namespace, positions: int) -> list[int]:
 
 
 def make_source(
-    args: argparse.Namespace, tokenizer: Any, lengths: list[int], received: int, replicas: Replicas, say: Any
+    args: argparse.Namespace,
+    tokenizer: Any,
+    vocab_size: int,
+    lengths: list[int],
+    received: int,
+    replicas: Replicas,
+    say: Any,
 ) -> Source:
     """Return the source of rows that --worlds or --dataset names."""
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    bos = leading_bos(tokenizer)
     if not args.worlds:
-        files, development = args.dataset, args.development or []
-        return dataset_source(files, development, args.style, tokenizer, bos, padding, lengths[0], say, replicas)
+        asked = Asked(tokenizer, vocab_size, lengths[0], args.style, args.instruction, args.template)
+        return dataset_source(args.dataset, args.development or [], asked, say, replicas)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{args.model} has no tokenizer.json: --worlds needs one, --dataset does not")
@@ -145,7 +187,7 @@ def make_source(
     shares = args.length_shares or [1.0] * len(lengths)
     workers = -(-args.workers // replicas.size)
     options = WorldOptions(lengths, shares, args.prompts, args.seed, workers, args.development_rows, received, replicas)
-    return world_source(options, backend.to_str(), bos, padding)
+    return world_source(options, backend.to_str(), leading_bos(tokenizer), pad_token(tokenizer))
 
 
 def make_student(args: argparse.Namespace, config: Any, tokenizer: Any, device: torch.device) -> Student:
@@ -188,10 +230,21 @@ def make_parser() -> argparse.ArgumentParser:
     data = parser.add_mutually_exclusive_group()
     data.add_argument("--worlds", action="store_true", help="train on the demo model's synthetic worlds")
     data.add_argument(
-        "--dataset", type=Path, nargs="+", metavar="FILE", help="train on data sets, one question a prompt"
+        "--dataset",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="train on data sets as published (HotpotQA, 2WikiMultihopQA, MuSiQue, SQuAD, LongBench, CacheBlend's), "
+        'questions of your own, or {"text": ...} in every line',
     )
     add("--development", type=Path, nargs="+", metavar="FILE", help="data sets that are asked, but not trained on")
-    add("--style", help="how to ask data sets (musique, wikimqa, samsum), if a file's name does not say it")
+    add(
+        "--style",
+        help="ask as musique, wikimqa, samsum or by-name, as the file is called (default: by the model's chat "
+        "template, or by-name if it has none)",
+    )
+    add("--instruction", default="", metavar="TEXT", help="what stands before the passages")
+    add("--template", default="", metavar="TEXT", help="what stands after them, with {question} in it")
     add(
         "--max-length",
         type=int,
@@ -240,7 +293,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run --steps (default 5) on random weights and tokens, and print tokens per second and the peak of memory",
     )
-    add_training_options(parser, TrainingPlan(steps=1), prompts=120_000)
+    add_training_options(parser, TrainingPlan(steps=1), prompts=120_000, later=LATER)
     return parser
 
 

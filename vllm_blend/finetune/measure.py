@@ -25,6 +25,7 @@ from vllm_blend.kv_store.host_memory import available_bytes
 
 CHUNKS, ANSWER_TOKENS = 8, 32  # of each measured prompt
 LOGITS_COPIES = 5  # tensors as large as the logits: those, their logarithms, their gradients, the teacher's
+HEAD_COPIES = 3  # tensors as large as the head on a CPU: its gradient of some tokens, and AdamW's temporary ones
 SCORES_COPIES = 3  # of one layer's attention scores on a CPU, beside what is kept for the backward pass
 FLOAT, HALF = 4, 2  # bytes
 
@@ -52,6 +53,7 @@ def estimate(
     weights = trained * 4 * FLOAT
     weights += parameters * HALF if on_gpu else (parameters - trained) * FLOAT
     weights += parameters * size if whole and plan.distill else 0  # the teacher
+    weights += 0 if on_gpu or not whole else HEAD_COPIES * config.vocab_size * config.hidden_size * FLOAT
     slots = length + (0 if plan.shares is None else plan.shares.recompute_slots(length))
     rows = plan.batch_size // plan.accumulate
     hidden, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
@@ -65,32 +67,46 @@ def estimate(
 
 
 def fit_to_memory(
-    config: Any, plan: TrainingPlan, length: int, with_adapter: bool, checkpoint: bool | None, device: torch.device
+    config: Any,
+    plan: TrainingPlan,
+    length: int,
+    with_adapter: bool,
+    device: torch.device,
+    checkpoint: bool | None = None,
+    parts: int | None = None,
 ) -> TrainingPlan:
-    """Return the plan, which computes activations again if they would take more than half of the free memory; with
-    `checkpoint` that is decided already. Raises ValueError if a CPU's memory is too small by the estimate: the system
-    would end the process without a word. A GPU's own error says what it lacks."""
+    """Return the plan with what saves memory where the estimate is above half of what is free: activations are computed
+    again, and then a batch is computed in parts, as few as it takes. With `checkpoint` or `parts` that is decided
+    already.
+
+    Raises ValueError if even that is more than a CPU has free: the system would end the process without a word. A GPU's
+    own error says what it lacks.
+    """
+    again = [False, True] if checkpoint is None else [checkpoint]
+    divisors = [n for n in range(1, plan.batch_size + 1) if plan.batch_size % n == 0] if parts is None else [parts]
+    # Computing activations again costs a third more time, and parts hardly any, but on a GPU small ones are slow.
+    choices = [(again[0], divisors[0]), *((again[-1], n) for n in divisors)]
+    plans = [replace(plan, checkpoint_activations=one, accumulate=n) for one, n in choices]
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     if free is None:
-        return replace(plan, checkpoint_activations=bool(checkpoint))
+        return plans[0]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     trained = 0 if with_adapter else parameters
-
-    def needed(again: bool) -> Estimate:
-        own = replace(plan, checkpoint_activations=again)
-        return estimate(config, own, length, parameters, trained, device.type == "cuda")
-
-    chosen = needed(False).total > free / 2 if checkpoint is None else checkpoint
-    found = needed(chosen)
+    needed = [estimate(config, one, length, parameters, trained, device.type == "cuda") for one in plans]
+    for one, bytes_ in zip(plans, needed, strict=True):
+        if bytes_.total <= free / 2:
+            return one
+    found, chosen = needed[-1], plans[-1]
     if device.type == "cpu" and found.total > free:
+        rows = chosen.batch_size // chosen.accumulate
+        fewer = "" if rows == 1 else f"compute fewer than {rows} rows at a time (--batch-size, --accumulate), "
         raise ValueError(
             f"training takes about {found.total / 1e9:.1f} GB (weights and optimizer {found.weights / 1e9:.1f}, "
             f"activations {found.activations / 1e9:.1f}, logits {found.logits / 1e9:.1f}), and {free / 1e9:.1f} GB are "
-            f"free: compute fewer than {plan.batch_size // plan.accumulate} rows at a time (--batch-size, "
-            f"--accumulate), shorten rows of {length} tokens (--max-length), or train an adapter (--lora-rank)"
+            f"free: {fewer}shorten rows of {length} tokens (--max-length), or train an adapter (--lora-rank)"
         )
-    return replace(plan, checkpoint_activations=chosen)
+    return chosen
 
 
 def measure(config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_alpha: int, device: torch.device) -> str:
@@ -100,6 +116,7 @@ def measure(config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_a
     """
     attention.register()
     on_gpu = device.type == "cuda"
+    before = 0 if on_gpu else _peak_of_process()
     dtype = torch.bfloat16 if lora_rank and on_gpu else torch.float32
     model = random_model(config, dtype, device)
     adapter = Adapter(model, lora_rank, lora_alpha) if lora_rank else None
@@ -120,7 +137,7 @@ def measure(config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_a
     train(model, pools, iter([rows]), replace(plan, log_steps=1), Surroundings(seen.append), teacher)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     parameters = sum(p.numel() for p in model.parameters())
-    return _report(config, plan, length, parameters, trained, [p.seconds for p in seen], on_gpu)
+    return _report(config, plan, length, parameters, trained, [p.seconds for p in seen], on_gpu, before)
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -141,6 +158,11 @@ def random_row(length: int, vocabulary: int, seed: int) -> Row:
     return Row([rng.randrange(vocabulary) for _ in range(length)], weights[-length:], numbers)
 
 
+def _peak_of_process() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def _report(
     config: Any,
     plan: TrainingPlan,
@@ -149,14 +171,14 @@ def _report(
     trained: int,
     ends: Sequence[float],
     on_gpu: bool,
+    before: int,
 ) -> str:
     steps = [after - before for before, after in pairwise(ends)]
     seconds = median(steps[1:] or steps or ends)
     if on_gpu:
         peak, of = torch.cuda.max_memory_allocated(), "allocated on the GPU"
     else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak, of = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "of this process"
+        peak, of = _peak_of_process() - before, f"of this process, beside {before / 1e9:.1f} GB of the program itself"
     guess = estimate(config, plan, length, parameters, trained, on_gpu)
     tokens = plan.batch_size * length
     return "\n".join(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from vllm_blend.devices import resolve_device
 from vllm_blend.finetune.masks import MaskShares
@@ -15,10 +17,20 @@ PLANNED = (
 )
 
 
-def add_training_options(parser: argparse.ArgumentParser, defaults: TrainingPlan, prompts: int) -> None:
-    """Add the options of a training run, with these defaults."""
+def add_training_options(
+    parser: argparse.ArgumentParser, defaults: TrainingPlan, prompts: int, later: Mapping[str, str] | None = None
+) -> None:
+    """Add the options of a training run, with these defaults. Those in `later`, which says what their defaults are, are
+    None if they are not given."""
     group = parser.add_argument_group("training")
-    add = group.add_argument
+
+    def add(flag: str, **settings: Any) -> None:
+        told = (later or {}).get(flag.removeprefix("--").replace("-", "_"))
+        if told is not None:
+            what = settings["help"].partition(" (default")[0]
+            settings |= {"default": None, "help": f"{what} (default: {told})"}
+        group.add_argument(flag, **settings)
+
     add("--minutes", type=float, help="minutes of training, with compilation")
     add("--steps", type=int, help="steps of training; with --minutes, the first limit ends it")
     add("--batch-size", type=int, default=defaults.batch_size, help="prompts in a step (default: %(default)s)")
@@ -26,8 +38,7 @@ def add_training_options(parser: argparse.ArgumentParser, defaults: TrainingPlan
     add(
         "--checkpoint-activations",
         action=argparse.BooleanOptionalAction,
-        help="compute activations again in the backward pass, to save memory (default of vllm-blend finetune: if they "
-        "would take more than half of what is free)",
+        help="compute activations again in the backward pass, to save memory (default: no)",
     )
     add("--learning-rate", type=float, default=defaults.learning_rate, help="peak learning rate (default: %(default)s)")
     add("--warmup-steps", type=int, default=defaults.warmup_steps, help="steps up to the peak (default: %(default)s)")
@@ -75,4 +86,5 @@ def make_plan(
     compiled = resolve_device(args.device).type == "cuda" if args.compile is None else args.compile
     given = {name: getattr(args, name) for name in PLANNED}
     given["checkpoint_activations"] = bool(args.checkpoint_activations)
+    given["accumulate"] = args.accumulate or 1
     return TrainingPlan(**given, shares=shares, distill=distill, short_share=short_share, compile=compiled)

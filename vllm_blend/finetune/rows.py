@@ -61,10 +61,28 @@ def make_row(
         asked, given = encode(question), encode(answer)
         if not given or len(ids) + len(asked) + len(given) > length:
             break
-        each = max(LEAST_ANSWER_TOKEN_WEIGHT, min(ANSWER_WEIGHT, ANSWER_WEIGHT // len(given)))
-        weights += [CONTEXT_WEIGHT] * len(asked) + [each] * len(given)
+        weights += [CONTEXT_WEIGHT] * len(asked) + [answer_weight(len(given))] * len(given)
         ids, answered = [*ids, *asked, *given], True
     return Row(ids, weights, numbers + [SUFFIX] * (len(ids) - len(numbers))) if answered else None
+
+
+def answer_weight(tokens: int) -> int:
+    """Return the weight of each token of an answer."""
+    return max(LEAST_ANSWER_TOKEN_WEIGHT, min(ANSWER_WEIGHT, ANSWER_WEIGHT // tokens))
+
+
+def prompt_row(
+    prompt: Sequence[int], bounds: Sequence[tuple[int, int]], answer: Sequence[int], weight: int | None = None
+) -> Row:
+    """Return the row of a tokenized prompt and its answer. `bounds` are the places of its chunks, and `weight` is that
+    of each of the answer's tokens, by default that of answers."""
+    ids = [*prompt, *answer]
+    before = bounds[0][0] if bounds else len(prompt)
+    numbers = [PREFIX] * before + [SUFFIX] * (len(ids) - before)
+    for number, (start, stop) in enumerate(bounds, 1):
+        numbers[start:stop] = [number] * (stop - start)
+    each = answer_weight(len(answer)) if weight is None else weight
+    return Row(ids, [CONTEXT_WEIGHT] * len(prompt) + [each] * len(answer), numbers)
 
 
 def pad_rows(rows: Sequence[Row], length: int, padding: int) -> Rows:

@@ -12,7 +12,7 @@ import torch
 
 from vllm_blend.finetune.replicas import ALONE, Replicas
 from vllm_blend.finetune.rows import LENGTH_MULTIPLE, Row, RowPool, RowPools, Rows, pad_rows
-from vllm_blend.finetune.samples import sample_rows
+from vllm_blend.finetune.samples import Asked, file_rows
 from vllm_blend.finetune.worlds import ROWS_PER_SEED, WorldRows, development_rows, run_seeds, share_out, world_shards
 
 
@@ -85,33 +85,34 @@ def world_source(options: WorldOptions, tokenizer_json: str, bos: int | None, pa
 def dataset_source(
     files: Sequence[Path],
     development: Sequence[Path],
-    style: str | None,
-    tokenizer: Any,
-    bos: int | None,
-    padding: int,
-    longest: int,
+    asked: Asked,
     say: Callable[[str], None],
     replicas: Replicas = ALONE,
 ) -> Source:
-    """Return a source of the samples of data sets that have at most `longest` tokens, of which each replica gets its
-    part. `development` are data sets too; there may be none. Raises ValueError if a replica would get none."""
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+    """Return a source of the samples of data sets that fit a row, of which each replica gets its part. `development`
+    are data sets too; there may be none. Raises ValueError if a replica would get none."""
 
     def read(paths: Sequence[Path]) -> list[Row]:
-        rows, left_out = sample_rows(paths, style, encode, bos, longest)
+        rows, left_out = file_rows(paths, asked)
         if left_out:
-            say(f"{len(left_out)} samples are left out as longer than {longest} tokens")
+            say(f"{len(left_out)} samples are left out as longer than {asked.length} tokens")
         return rows
 
-    rows, asked = read(files), read(development) if development else []
+    rows, held_out = read(files), read(development) if development else []
     if len(rows) < replicas.size:
-        raise ValueError(f"--dataset has {len(rows)} samples of at most {longest} tokens for {replicas.size} processes")
-    length = -(-max(map(len, rows + asked)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-    held_out = [pad_rows(asked, length, padding)] if asked else []
+        raise ValueError(
+            f"--dataset has {len(rows)} samples of at most {asked.length} tokens for {replicas.size} processes"
+        )
+    length = -(-max(map(len, rows + held_out)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    padding = pad_token(asked.tokenizer)
+    asked_rows = [pad_rows(held_out, length, padding)] if held_out else []
     rows = rows[replicas.rank :: replicas.size]
-    return Source([length], [len(rows)], [1.0], nullcontext(iter([pad_rows(rows, length, padding)])), held_out)
+    return Source([length], [len(rows)], [1.0], nullcontext(iter([pad_rows(rows, length, padding)])), asked_rows)
+
+
+def pad_token(tokenizer: Any) -> int:
+    """Return the token that rows are filled up with; it weighs nothing."""
+    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
 def leading_bos(tokenizer: Any) -> int | None:

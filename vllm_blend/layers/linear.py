@@ -33,6 +33,7 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, bias: bool = False, quantization: str | None = None
     ) -> None:
         super().__init__()
+        self.num_weights = in_features * out_features  # also of a matrix that is kept elsewhere than in `weight`
         self.dtype = torch.get_default_dtype()
         weight_dtype, scale = self.dtype, None
         if quantization is not None:

@@ -44,16 +44,17 @@ class GptOssExperts(Experts):
     def forward(self, rows: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
         """Run rows [n, hidden], sorted by expert, as `Experts` does."""
         expert = torch.searchsorted(stops, torch.arange(len(rows), dtype=stops.dtype, device=rows.device), right=True)
-        gate_up = torch._grouped_mm(rows, self.gate_up.transpose(-2, -1), offs=stops) + self.gate_up_bias[expert]
-        gate, up = gate_up[:, ::2].clamp(max=self.limit), gate_up[:, 1::2].clamp(-self.limit, self.limit)
-        inner = (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
-        out: torch.Tensor = torch._grouped_mm(inner, self.down.transpose(-2, -1), offs=stops)
+        product, bias = self.times_gate_up(rows, stops), self.gate_up_bias[expert]
+        gate, up = (product[:, ::2], product[:, 1::2]) if self.gate_up_blocks is None else product.chunk(2, -1)
+        gate = (gate + bias[:, ::2]).clamp(max=self.limit)
+        up = (up + bias[:, 1::2]).clamp(-self.limit, self.limit)
+        out = self.times_down((up + 1) * (gate * torch.sigmoid(gate * self.alpha)), stops)
         return out + self.down_bias[expert] if self.adds_down_bias else out
 
     def checkpoint_views(self) -> dict[str, torch.Tensor | Layout]:
         """Return where each tensor of the checkpoint goes: matrices are [experts, inputs, outputs] there. They are
         filled expert by expert, so that no more than one is dequantized at a time."""
-        experts, hidden, inner = *self.down.shape[:2], self.inner.total
+        experts, hidden, inner = *self.down_bias.shape, self.inner.total
         own, every = self.inner.entries, slice(None)
         pairs = slice(2 * own.start, 2 * own.stop)
 
@@ -61,12 +62,15 @@ class GptOssExperts(Experts):
             turned = matrices.detach().transpose(1, 2)
             return Layout(shape, tuple(((slice(e, e + 1), *index), turned[e : e + 1]) for e in range(experts)))
 
-        return {
-            "gate_up_proj": by_expert((experts, hidden, 2 * inner), (every, pairs), self.gate_up),
+        views: dict[str, torch.Tensor | Layout] = {
             "gate_up_proj_bias": self._bias_layout(),
-            "down_proj": by_expert((experts, inner, hidden), (own, every), self.down),
             "down_proj_bias": self.down_bias.detach(),
         }
+        if self.gate_up_blocks is None:
+            views["gate_up_proj"] = by_expert((experts, hidden, 2 * inner), (every, pairs), self.gate_up)
+        if self.down_blocks is None:
+            views["down_proj"] = by_expert((experts, inner, hidden), (own, every), self.down)
+        return views
 
     def _bias_layout(self) -> Layout:
         own = self.inner.entries

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from vllm_blend.models.gguf.header import read_header
 from vllm_blend.models.gguf.tensors import FusedExperts, GGUFTensor, gguf_tensors
 from vllm_blend.ops.fp8 import QuantizedRows
 
+READ_AT_ONCE = 1 << 27  # bytes of a file, before it is mapped anew
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -107,27 +108,56 @@ def _tensors(path: Path, stack: ExitStack) -> Iterator[PlainTensor | GGUFTensor 
     if path.suffix.lower() == ".gguf":
         yield from gguf_tensors(read_header(path)).values()
     elif path.suffix == ".safetensors":
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                part = file.get_slice(name)
-                shape = tuple(part.get_shape())
-                yield PlainTensor(name, path, shape, part if shape else _Whole(file.get_tensor, name))
-        except (SafetensorError, OSError) as error:
-            raise damaged(path, error) from error
+        file = stack.enter_context(closing(_Safetensors(path)))
+        for name, shape in file.shapes().items():
+            yield PlainTensor(name, path, shape, _InFile(file, name, is_scalar=not shape))
     else:
         for name, tensor in _unpickled(path).items():
             yield PlainTensor(name, path, tuple(tensor.shape), tensor)
 
 
-class _Whole:
-    """A tensor that can be read as a whole only."""
+class _Safetensors:
+    """A file that is mapped into memory, and again after every so many bytes: what was read would stay there to the end
+    beside the model that it has been copied into."""
 
-    def __init__(self, read: Callable[[str], torch.Tensor], name: str) -> None:
-        self._read, self._name = read, name
+    def __init__(self, path: Path) -> None:
+        self._path, self._num_read = path, 0
+        self._file: Any = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors' shapes. Raises ValueError if the file is damaged."""
+        try:
+            file = self._opened()
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError) as error:
+            raise damaged(self._path, error) from error
+
+    def read(self, name: str, index: Any, is_scalar: bool) -> torch.Tensor:
+        """Return a part of a tensor, which is valid as long as it is held."""
+        file = self._opened()
+        part: torch.Tensor = file.get_tensor(name) if is_scalar else file.get_slice(name)[index]
+        self._num_read += part.nbytes
+        return part
+
+    def close(self) -> None:
+        self._file, self._num_read = None, 0
+
+    def _opened(self) -> Any:
+        if self._num_read > READ_AT_ONCE:
+            self.close()
+        if self._file is None:
+            self._file = safe_open(self._path, framework="pt", device="cpu")
+        return self._file
+
+
+class _InFile:
+    """A tensor of a safetensors file, of which parts are read."""
+
+    def __init__(self, file: _Safetensors, name: str, is_scalar: bool) -> None:
+        self._file, self._name, self._is_scalar = file, name, is_scalar
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._read(self._name)
+        return self._file.read(self._name, index, self._is_scalar)
 
 
 def _unpickled(path: Path) -> dict[str, torch.Tensor]:

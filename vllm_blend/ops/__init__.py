@@ -5,7 +5,15 @@ The plain torch version of `f` is `f_reference`, beside it in the same file: the
 
 from vllm_blend.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from vllm_blend.ops.attention import attention_mass, paged_attention
-from vllm_blend.ops.blocks import BlockMatrix, BlockRows, blocks_linear, blocks_rows, pack_blocks, unpack_blocks
+from vllm_blend.ops.blocks import (
+    BlockMatrix,
+    BlockRows,
+    blocks_linear,
+    blocks_rows,
+    grouped_blocks_linear,
+    pack_blocks,
+    unpack_blocks,
+)
 from vllm_blend.ops.cache import HeadNorms, place_chunks, reshape_and_cache, rotary_and_cache
 from vllm_blend.ops.deviation import kv_deviation
 from vllm_blend.ops.fp8 import (
@@ -48,6 +56,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_quant",
     "gelu_tanh_and_mul",
+    "grouped_blocks_linear",
     "int4_linear",
     "keep_allowed",
     "kv_deviation",

@@ -1,8 +1,8 @@
 """The compiled CPU kernels: the one place that loads them and declares their C functions (csrc/vllm_blend_cpu.h).
 
 The library is built by `pip install` or `python setup.py build_ext --inplace`; nothing is compiled at import. Without
-it, or with VLLM_BLEND_DISABLE_KERNELS=1, every op runs its plain torch twin. VLLM_BLEND_CPU_ISA=generic|avx2|avx512|amx
-picks an instruction set below the best one (to compare them, or to reproduce another machine's rounding).
+it, or with VLLM_BLEND_DISABLE_KERNELS=1, every op runs its plain torch twin. VLLM_BLEND_CPU_ISA picks an instruction
+set below the best one (generic, avx2, avx512, avx512bf16, amx), to compare them or to get another machine's rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ ABI_VERSION = 6  # VB_ABI_VERSION of the header that the signatures below were w
 LIBRARY = Path(__file__).resolve().parent.parent / "libvllm_blend_cpu.so"
 DISABLE_VARIABLE = "VLLM_BLEND_DISABLE_KERNELS"
 ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"
-BUILD_HINT = "build them with `pip install -e .` or `python setup.py build_ext --inplace` in the checkout"
+BUILD_HINT = (
+    "build them with `pip install -e .` or `python setup.py build_ext --inplace` in the checkout"
+    if (LIBRARY.parents[1] / "setup.py").is_file()
+    else "they come with a wheel that was made where there is a C++ compiler; or install g++ or clang++ here, and the "
+    "package again with --force-reinstall --no-deps --no-cache-dir"
+)
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum vb_dtype
 CACHE_CODES = DTYPE_CODES | {E4M3: 3}  # of caches and chunks

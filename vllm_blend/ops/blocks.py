@@ -125,6 +125,18 @@ def blocks_linear(x: torch.Tensor, weight: BlockMatrix, bias: torch.Tensor | Non
     return out
 
 
+def grouped_blocks_linear(x: torch.Tensor, weights: Sequence[BlockMatrix], stops: torch.Tensor) -> torch.Tensor:
+    """Return the products of x [rows, in], in groups of rows that follow one another, with a matrix for each group ->
+    [rows, out]. `stops` [groups] are the rows at which groups end."""
+    out = x.new_empty(len(x), weights[0].shape[0])
+    start = 0
+    for weight, stop in zip(weights, stops.tolist(), strict=True):
+        if stop > start:
+            out[start:stop] = blocks_linear(x[start:stop], weight)
+        start = stop
+    return out
+
+
 def blocks_rows(ids: torch.Tensor, weight: BlockMatrix, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows `ids` [T] int64 of a matrix of one part, in `dtype`. Raises IndexError for one that it lacks."""
     [part] = weight.parts

@@ -30,6 +30,7 @@ SCALE_DTYPES = tuple(DTYPE_CODES)
 # it rounds scales to the activations' dtype, and its layout cannot be unpacked for many rows.
 KERNEL_ROWS = {
     "amx": {torch.bfloat16: 256, torch.float32: 128, torch.float16: 128},
+    "avx512bf16": {torch.bfloat16: 64, torch.float32: 128, torch.float16: 128},
     "avx512": {torch.bfloat16: 64, torch.float32: 128, torch.float16: 128},
 }
 OTHER_ROWS = 32

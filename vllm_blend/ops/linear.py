@@ -25,7 +25,13 @@ from vllm_blend.ops.cuda_library import DTYPES, check, stream_of
 # to 2 seconds for 360 MiB at load.
 KERNEL_ROWS = {
     torch.bfloat16: {"amx": range(129)},
-    torch.float32: {"amx": range(8, 33), "avx512": range(8, 33), "avx2": range(2, 17), "generic": range(8, 33)},
+    torch.float32: {
+        "amx": range(8, 33),
+        "avx512bf16": range(8, 33),
+        "avx512": range(8, 33),
+        "avx2": range(2, 17),
+        "generic": range(8, 33),
+    },
 }
 NEVER = range(0)
 # On an H100, a layer's four products of a 7B shape, one after another, take 0.87, 0.90 and 0.95 of torch's time with 1,

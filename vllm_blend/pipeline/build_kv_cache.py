@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.engine.setup import load_tokenizer
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.kv_store.format import ChunkMiss, load_chunk, logger, write_chunk
 from vllm_blend.kv_store.keys import ChunkId
@@ -58,7 +60,7 @@ class _ChunkFolder:
 
 def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[str, Any]:
     """Compute what is missing and write it; write and return the summary. Prints nothing but progress."""
-    stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples)
+    stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples, read_tokenizer(config.model_id))
     common: dict[str, Any] = {"model": config.model_id, "dtype": config.dtype, "device": config.device}
     engine = LLMEngine.from_engine_args(EngineArgs(**common, enable_blending=True, **page_arguments(config.pages)))
     directory = Path(config.output_dir)
@@ -84,6 +86,7 @@ def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[st
         "config": asdict(config),
         "dataset_name": stage.dataset_name,
         "source": str(stage.source),
+        "asked_by": stage.asking.name,
         "model": asdict(engine.fingerprint),
         "prefix": _describe(entries[stage.prefix_id]) if stage.prefix_id in entries else None,
         "summary": summary,
@@ -91,6 +94,11 @@ def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[st
     }
     write_json(config.summary_path(stage.dataset_name), output)
     return output
+
+
+def read_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
+    """Return a model's tokenizer, whose chat template says how questions are asked, before the model is loaded."""
+    return load_tokenizer(EngineArgs(model=model).create_engine_config().model)
 
 
 def page_arguments(pages: bool) -> dict[str, Any]:
@@ -125,7 +133,7 @@ def _entries(stage: StageInput, engine: LLMEngine, pages: bool) -> tuple[dict[st
         chunks = [chunk for chunk in (*sample.chunks, *(sample.retrieved or ())) if chunk.chunk_id not in seen]
         seen.update(chunk.chunk_id for chunk in chunks)
         texts, before = [chunk.text for chunk in chunks], [chunk.text_before if pages else "" for chunk in chunks]
-        prefix, ids = engine.identify_chunks(stage.style.instruction, texts, encode_after=before)
+        prefix, ids = engine.identify_chunks(stage.asking.prefix, texts, encode_after=before)
         if prefix is not None:
             entries.setdefault(stage.prefix_id, _ChunkFolder(stage.prefix_id, prefix, ""))
         room = engine.max_model_len - (len(prefix.token_ids) if prefix is not None else 0)
@@ -180,7 +188,7 @@ def _compute(
             batch = folders[start : start + BATCH]
             chunks = [same[0] for same in batch if same[0].text]
             before = [entry.text_before for entry in chunks]
-            kvs = engine.encode_chunks(stage.style.instruction, [entry.text for entry in chunks], encode_after=before)
+            kvs = engine.encode_chunks(stage.asking.prefix, [entry.text for entry in chunks], encode_after=before)
             computed = {entry.id.key: kv for entry, kv in zip(chunks, kvs, strict=True)}
             for same in batch:
                 if not same[0].text:  # the prefix is a chunk with nothing before it

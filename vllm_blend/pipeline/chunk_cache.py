@@ -25,7 +25,7 @@ class ChunkCache:
 
     engine: LLMEngine
     directory: Path
-    prefix: str  # text that every chunk was encoded after
+    prefix: str | Sequence[int]  # what every chunk was encoded after
     prefix_id: str  # folder of the prefix's KV
     pages: bool = False  # whether chunks were encoded after what precedes them on their pages, too
     counts: Counter[Source] = field(default_factory=Counter)

@@ -54,12 +54,16 @@ class RetrievalConfig(Section):
     dataset_name: str = option(
         "musique_s", "name of the data set, in output files and for its prompts", check=check_file_name
     )
-    dataset_style: Literal["", "musique", "wikimqa", "samsum"] = option(
-        "", "how questions are asked and scored: musique, wikimqa or samsum; by default as the data set's name says"
+    dataset_style: Literal["", "musique", "wikimqa", "samsum", "by-name"] = option(
+        "",
+        "ask in the words of musique, wikimqa, samsum or by-name, as the data set is called; by default by the model's "
+        "chat template, or by-name if it has none",
     )
-    instruction: str = option("", "what stands before the passages; by default the style's", check=check_text)
+    instruction: str = option("", "what stands before the passages, in place of the usual words", check=check_text)
     template: str = option(
-        "", "what stands after the passages, with {question} in it; by default the style's", check=check_template
+        "",
+        "what stands after the passages, with {question} in it, in place of the usual words",
+        check=check_template,
     )
     r_text_index_key: str = option(
         "r_text_index", "sample key that receives the path of its index (colbert backend only)"

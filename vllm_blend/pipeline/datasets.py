@@ -21,6 +21,7 @@ from vllm_blend.pipeline.formats import Format, Record, find_format, kind_of, ma
 logger = logging.getLogger(__name__)
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+Entries = list[tuple[str, Any]]  # the entries of a file, each with the place that errors name
 _Complaint = Callable[[str, str], ValueError]  # (field, problem) -> the error to raise
 
 
@@ -64,13 +65,14 @@ class DataSet:
     num_unanswerable: int
 
 
-def load_dataset(path: str | Path) -> list[dict[str, Any]]:
+def load_dataset(path: str | Path, entries: Entries | None = None) -> list[dict[str, Any]]:
     """Return the samples of a data set, or of a stage's output that wraps them as {"results": [...]}, in file order.
+    `entries` are those of the file, if they have been read.
 
     The file is JSON or has JSON in every line. A warning says how many questions are left out because they have no
     answer. Raises FileNotFoundError, or ValueError that names the place, the field and the fix.
     """
-    found = read_dataset(path)
+    found = read_dataset(path, entries)
     if found.num_unanswerable:
         logger.warning(
             "%s: %d of %d questions are left out, as the file says that they have no answer",
@@ -81,9 +83,9 @@ def load_dataset(path: str | Path) -> list[dict[str, Any]]:
     return found.samples
 
 
-def read_dataset(path: str | Path) -> DataSet:
+def read_dataset(path: str | Path, entries: Entries | None = None) -> DataSet:
     """Return what `load_dataset` reads, with the name of the file's format and what was left out."""
-    places = _read_places(path)
+    places = read_entries(path) if entries is None else entries
     try:
         records = [make_record(raw, where) for where, raw in places]
         form = find_format(records[0])
@@ -105,7 +107,7 @@ def _read(form: Format, records: Sequence[Record]) -> list[tuple[str, dict[str, 
         raise ValueError(f"{error} (the file is read as {form.name}, as its first sample has {form.fields})") from error
 
 
-def _read_places(path: str | Path) -> list[tuple[str, Any]]:
+def read_entries(path: str | Path) -> Entries:
     """Return the entries of a file, each with the place that errors name. Raises FileNotFoundError, or ValueError if
     there are none."""
     if is_json_lines(path):

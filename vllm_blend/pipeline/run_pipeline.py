@@ -30,7 +30,7 @@ from vllm_blend.pipeline.config import (
     make_section,
 )
 from vllm_blend.pipeline.retrieval import run_retrieval
-from vllm_blend.pipeline.stage_inputs import style_of
+from vllm_blend.pipeline.stage_inputs import find_asking
 from vllm_blend.pipeline.timeline import WITHOUT, load_pyplot
 
 Settings = dict[str, dict[str, Any]]
@@ -42,7 +42,7 @@ def run_pipeline(retrieval: RetrievalConfig, prefill: PrefillConfig, decode: Dec
     make_selector(decode.blend_selector)  # refuse early what the last stage would refuse
     kept = CompressionSettings(decode.target_compression_rate or None, decode.max_cache_tokens or None)
     KVCompressConfig(decode.enable_kvc, kept, kvc_metric=decode.kvc_metric)
-    style_of(retrieval, retrieval.dataset_name)
+    find_asking(retrieval, retrieval.dataset_name, build_kv_cache.read_tokenizer(prefill.model_id))
     if decode.timeline:
         load_pyplot(WITHOUT)
     if prefill.pages != decode.pages:
@@ -76,7 +76,10 @@ def apply_settings(settings: Settings, assignments: Sequence[str]) -> Settings:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Run retrieval, KV caching and decoding in one process.")
     add = parser.add_argument
-    add("--config", default="configs/musique.yaml", help="YAML file of all stages (default: %(default)s)")
+    add(
+        "--config",
+        help="YAML file of all stages, such as configs/musique.yaml; without it every setting has its default",
+    )
     add_dataset_flags(parser)
     add("--model-id", help="model of the prefill and decode stages")
     add("--top-k", type=int, help="passages to retrieve, and chunks of a sample for the GPU")

@@ -36,9 +36,8 @@ from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.features.kv_compress.extension import KVCompression
 from vllm_blend.features.offload.extension import ChunkOffload
-from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.outputs import BlendStats, RequestOutput
-from vllm_blend.pipeline.build_kv_cache import make_retrieval_config, page_arguments
+from vllm_blend.pipeline.build_kv_cache import make_retrieval_config, page_arguments, read_tokenizer
 from vllm_blend.pipeline.chunk_cache import ChunkCache
 from vllm_blend.pipeline.config import (
     DecodeConfig,
@@ -90,7 +89,7 @@ class Placements:
 
 def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict[str, Any]:
     """Answer all samples, one after the other; write and return the trace."""
-    stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples)
+    stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples, read_tokenizer(config.model_id))
     placements = Placements.read(Path(config.load_cache_dir), stage.dataset_name)
     if placements.pages != config.pages:
         raise ValueError(
@@ -102,8 +101,8 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
     if config.timeline:
         load_pyplot(WITHOUT)
     engine = LLMEngine.from_engine_args(_engine_args(config, placements))
-    cache = ChunkCache(engine, Path(config.load_cache_dir), stage.style.instruction, stage.prefix_id, config.pages)
-    params = SamplingParams(temperature=0, max_tokens=config.max_tokens or stage.style.max_tokens, stop=["\n"])
+    cache = ChunkCache(engine, Path(config.load_cache_dir), stage.asking.prefix, stage.prefix_id, config.pages)
+    params = SamplingParams(temperature=0, max_tokens=config.max_tokens or stage.asking.max_tokens, stop=["\n"])
     results = []
     # disable=None: no bar where stderr is not a terminal
     for sample in (bar := tqdm(stage.samples, desc="decode", unit="sample", disable=None)):
@@ -118,6 +117,7 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
         "config": asdict(config),
         "dataset_name": stage.dataset_name,
         "source": str(stage.source),
+        "asked_by": stage.asking.name,
         "kv_summary": str(placements.path),
         "model": asdict(engine.fingerprint),
         "summary": _summary(results, cache, engine),
@@ -176,11 +176,7 @@ def _answer(
     result["kind"] = view.kind or "unknown"
     try:
         sources = cache.load(chunks)
-        prompt: ChunkedPrompt = {
-            "prefix": stage.style.instruction,
-            "chunks": [chunk.text for chunk in chunks],
-            "suffix": stage.style.suffix(view.question),
-        }
+        prompt = stage.asking.prompt(view, [chunk.passage for chunk in chunks])
         if cache.pages:
             prompt |= {
                 "continues": page_predecessors(chunks),
@@ -307,9 +303,9 @@ def report(output: dict[str, Any], config: DecodeConfig) -> str:
     s, chunks = output["summary"], output["summary"]["chunks"]
     lines = [
         format_table(s["scores"]),
-        f"{s['samples']} questions ({s['failed']} failed); chunks loaded {chunks['loaded']}, missing "
-        f"{chunks['missing']}, damaged {chunks['damaged']}, another model's {chunks['foreign']}; computed again "
-        f"{s['chunks_encoded']}",
+        f"{s['samples']} questions ({s['failed']} failed), asked by {output['asked_by']}",
+        f"chunks loaded {chunks['loaded']}, missing {chunks['missing']}, damaged {chunks['damaged']}, another model's "
+        f"{chunks['foreign']}; computed again {s['chunks_encoded']}",
     ]
     if s["ttft_s_median"] is not None and s["prompt_tokens"]:
         share = 100 * s["recomputed_tokens"] / s["prompt_tokens"]

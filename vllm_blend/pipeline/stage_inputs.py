@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from vllm_blend.checks import is_number
+from vllm_blend.pipeline.ask import Asking, choose_asking
 from vllm_blend.pipeline.config import WORDING, RetrievalConfig, make_section
-from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
+from vllm_blend.pipeline.datasets import Sample, SamplePassage, load_dataset, normalize_sample
 from vllm_blend.pipeline.files import check_file_name, is_json_lines, read_json
-from vllm_blend.pipeline.prompts import PromptStyle, find_style, render_passage, reworded
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ class PassageChunk:
     `page_before` are the passages of its sample that precede it on its page, none if the data set knows no pages."""
 
     chunk_id: str
-    text: str
+    passage: SamplePassage
+    text: str  # as it stands in a prompt
     position: tuple[int, int]  # (sample, passage) in the data set
     page_before: tuple[PassageChunk, ...] = field(default=(), compare=False, repr=False)
 
@@ -64,7 +67,7 @@ class StageInput:
 
     dataset_name: str
     source: Path
-    style: PromptStyle
+    asking: Asking
     samples: tuple[StageSample, ...]
 
     @property
@@ -82,8 +85,14 @@ class StageInput:
                 )
 
 
-def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_samples: int) -> StageInput:
-    """Read stage 1's output, by default from where `retrieval` says that it is written.
+def read_stage_input(
+    retrieval: RetrievalConfig,
+    retrieval_json: str,
+    max_samples: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> StageInput:
+    """Read stage 1's output, by default from where `retrieval` says that it is written. Questions are asked by the
+    tokenizer's chat template, if it has one and `retrieval` names no style.
 
     If it has not been written there, the data set itself is read and nothing counts as retrieved. Raises
     FileNotFoundError, or ValueError that names the sample, the field and the fix.
@@ -95,24 +104,27 @@ def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_sample
     raw = load_dataset(source)
     written = _written_config(source)
     name = _dataset_name(source, written, retrieval)
-    style = style_of(_worded(retrieval, written, source), name)
+    asking = find_asking(_worded(retrieval, written, source), name, tokenizer)
     views = [normalize_sample(sample, i, retrieval.page_id_key) for i, sample in enumerate(raw)]
-    own = [_own_chunks(name, view, i) for i, view in enumerate(views)]
+    own = [_own_chunks(name, view, i, asking) for i, view in enumerate(views)]
     by_text = {chunk.text: chunk for chunks in reversed(own) for chunk in reversed(chunks)}
     samples = []
     for i, (view, chunks, sample) in enumerate(zip(views, own, raw, strict=True)):
         mine = by_text | {chunk.text: chunk for chunk in reversed(chunks)}
-        found = _retrieved(sample, i, mine, source)
+        found = _retrieved(sample, i, mine, source, asking)
         scores = None if found is None else _known_scores(list(found.values()), source, i)
         samples.append(StageSample(view, tuple(chunks), None if found is None else tuple(found), scores))
-    return StageInput(name, source, style, tuple(samples[: max_samples or None]))
+    return StageInput(name, source, asking, tuple(samples[: max_samples or None]))
 
 
-def style_of(retrieval: RetrievalConfig, dataset_name: str) -> PromptStyle:
-    """Return how a data set is asked: in the section's style and words, or else as its name says. Raises ValueError
-    that lists the styles if neither says it."""
-    style = find_style(retrieval.dataset_style or None, dataset_name)
-    return reworded(style, retrieval.instruction, retrieval.template)
+def find_asking(
+    retrieval: RetrievalConfig, dataset_name: str, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Asking:
+    """Return how a data set is asked: in the section's style, by the tokenizer's chat template, or else as its name
+    says; in the section's words, if it has any. Raises ValueError that lists the styles if nothing says it."""
+    return choose_asking(
+        tokenizer, dataset_name, retrieval.dataset_style or None, retrieval.instruction, retrieval.template
+    )
 
 
 def _written_config(source: Path) -> dict[str, Any]:
@@ -148,22 +160,22 @@ def page_predecessors(chunks: Sequence[PassageChunk]) -> list[int | None]:
     ]
 
 
-def _own_chunks(dataset_name: str, sample: Sample, index: int) -> list[PassageChunk]:
+def _own_chunks(dataset_name: str, sample: Sample, index: int, asking: Asking) -> list[PassageChunk]:
     # Samples without an id are called sample0, sample1, ... in every file: the data set's name keeps them apart.
     prefix = "" if sample.sample_id.startswith(dataset_name) else f"{dataset_name}-"
     chunks: list[PassageChunk] = []
     pages: dict[str, tuple[PassageChunk, ...]] = {}
     for i, passage in enumerate(sample.passages):
         before = () if passage.page_id is None else pages.get(passage.page_id, ())
-        text = render_passage(passage.title, passage.text)
-        chunks.append(PassageChunk(f"{prefix}{sample.chunk_id(i)}", text, (index, i), before))
+        text = asking.passage(passage.title, passage.text)
+        chunks.append(PassageChunk(f"{prefix}{sample.chunk_id(i)}", passage, text, (index, i), before))
         if passage.page_id is not None:
             pages[passage.page_id] = (*before, chunks[-1])
     return chunks
 
 
 def _retrieved(
-    sample: Mapping[str, Any], index: int, by_text: Mapping[str, PassageChunk], source: Path
+    sample: Mapping[str, Any], index: int, by_text: Mapping[str, PassageChunk], source: Path, asking: Asking
 ) -> dict[PassageChunk, Any] | None:
     """Return the retrieved chunks, best first, each with what the file has as its score; None if nothing was retrieved
     yet."""
@@ -175,7 +187,7 @@ def _retrieved(
     found: dict[PassageChunk, Any] = {}
     for i, hit in enumerate(hits):
         try:
-            text = render_passage(hit["title"], hit["text"])
+            text = asking.passage(hit["title"], hit["text"])
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{source}: sample {index}: retrieved[{i}] must have a title and a text") from error
         if text not in by_text:

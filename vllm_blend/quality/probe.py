@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_blend.layers.experts import Experts
+from vllm_blend.layers.linear import Linear
 from vllm_blend.models.causal_lm import CausalLM
 
 PARTS = ("self_attn.qkv_proj", "self_attn.attn", "self_attn.o_proj", "mlp")  # of a layer
@@ -55,4 +57,7 @@ class Probe:
 
 def _num_weights(module: nn.Module) -> int:
     """Count the weights of the matrices: norms and biases cost nothing beside them."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
+    layers = [each for each in module.modules() if isinstance(each, Linear | Experts)]
+    own = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    others = (parameter for parameter in module.parameters() if id(parameter) not in own)
+    return sum(layer.num_weights for layer in layers) + sum(each.numel() for each in others if each.dim() > 1)

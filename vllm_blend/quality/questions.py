@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.inputs import ChunkedPrompt
+from vllm_blend.pipeline.ask import Asking
 from vllm_blend.pipeline.datasets import DataSet, Sample, normalize_sample, read_dataset
-from vllm_blend.quality.ask import Asking
+from vllm_blend.prompt_parser import parse_prompt
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def select_fitting(questions: Questions, engine: LLMEngine) -> Questions:
 
 
 def joined_ids(engine: LLMEngine, prompt: ChunkedPrompt) -> list[int]:
-    """Return the token ids of a chunked prompt's pieces, joined. Computes nothing."""
-    pieces: Sequence[Any] = [*prompt["chunks"], prompt["suffix"]]
-    prefix, ids = engine.identify_chunks(prompt["prefix"], pieces)
-    return [*(prefix.token_ids if prefix is not None else ()), *chain.from_iterable(piece.token_ids for piece in ids)]
+    """Return the token ids of a chunked prompt, of any length: those of the plain prompt with the same text. Computes
+    nothing."""
+    trusts = engine.config.model.trusted_chunks
+    return list(parse_prompt(prompt, engine.tokenizer, engine.hf_config.vocab_size, sys.maxsize, trusts).token_ids)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from vllm_blend.quality.ask import choose_asking
+from vllm_blend.pipeline.ask import choose_asking
 from vllm_blend.quality.exactness import NUM_QUESTIONS, Check, check_exactness, explain
 from vllm_blend.quality.measures import Measured, measure, total_work
 from vllm_blend.quality.questions import Questions, joined_ids, select_fitting

@@ -25,9 +25,9 @@ def prompt(**fields: Any) -> bytes:
     return json.dumps({"prompt": "a", "max_tokens": 1} | fields).encode()
 
 
-def called_with(arguments: Any) -> bytes:
+def called_with(arguments: Any, times: int = 1) -> bytes:
     """A conversation in which a function was called with these arguments."""
-    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}] * times
     return chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": calls}])
 
 
@@ -57,6 +57,15 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
         "prompt.chunks",
     ),
     (COMPLETIONS, prompt(prompt=[]), 400, "prompt is an empty list", "prompt"),
+    (CHAT, chat(chat_template_kwargs={"documents": ["a"]}), 400, "give documents", "chat_template_kwargs"),
+    (COMPLETIONS, prompt(stop_token_ids=[-5]), 400, "an entry of stop_token_ids=-5 is out of range", "stop_token_ids"),
+    (
+        CHAT,
+        chat(chat_template_kwargs={"messages": []}),
+        400,
+        "chat_template_kwargs has messages",
+        "chat_template_kwargs",
+    ),
     (COMPLETIONS, prompt(prompt=[[]]), 400, "cannot be empty", None),
     (COMPLETIONS, prompt(prompt=[-1]), 400, "out of vocabulary", "prompt"),
     (COMPLETIONS, prompt(prompt=["a"] * 10_000), 400, "10000 prompts", "prompt"),
@@ -80,7 +89,7 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     (COMPLETIONS, prompt(stop=[1]), 400, "stop[0] is 1", "stop[0]"),
     (COMPLETIONS, prompt(stop=["a"] * 1025), 400, "at most 1024 items, not 1025", "stop"),
     (COMPLETIONS, prompt(bad_words=["a"] * 1025), 400, "at most 1024 items", "bad_words"),
-    (COMPLETIONS, prompt(logit_bias={"x": 1}), 400, "logit_bias", None),
+    (COMPLETIONS, prompt(logit_bias={"x": 1}), 400, "a key of logit_bias='x'", "logit_bias"),
     (COMPLETIONS, prompt(logit_bias={"5": 10**400}), 400, "is out of range", "logit_bias"),
     (COMPLETIONS, prompt(top_k=2**63), 400, "top_k=9223372036854775808 is out of range", "top_k"),
     (COMPLETIONS, prompt(max_cache_tokens=2**64), 400, "has more than 64 bits", None),
@@ -96,7 +105,8 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     (COMPLETIONS, prompt(stream=True, n=0), 400, "n=0", "n"),
     (CHAT, chat(messages=[]), 400, "messages is an empty list", "messages"),
     (CHAT, chat(messages=[USER] * 1025), 400, "the conversation has 1025 messages", "messages"),
-    (CHAT, chat(documents=["a"] * 1024), 400, "the conversation has 1025 messages, parts and documents", "messages"),
+    (CHAT, chat(documents=["a"] * 1024), 400, "has 1025 messages, parts, tool calls and documents", "messages"),
+    (CHAT, called_with("{}", 1024), 400, "has 1026 messages, parts, tool calls and documents", "messages"),
     (CHAT, chat(messages="a"), 400, "messages is 'a'", "messages"),
     (CHAT, chat(messages=[5]), 400, "messages[0] is 5", "messages[0]"),
     (CHAT, chat(messages=[{"role": "user"}]), 400, "messages[0] has no content", "messages"),
@@ -211,6 +221,28 @@ def test_other_formats_are_refused(server: TestServer) -> None:
     packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     response = server.post(COMPLETIONS, content=gzip.compress(prompt()), headers=packed)
     assert response.status_code == 415 and "not compressed" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "own", "others"),
+    [
+        (CHAT, {"messages": [USER]}, {"system": "a", "input": "a", "prompt": "a", "max_output_tokens": 5}),
+        (COMPLETIONS, {"prompt": "a"}, {"documents": ["a"], "messages": [USER], "tools": [{}]}),
+        ("/v1/messages", {"messages": [USER]}, {"documents": ["a"], "stop": "a", "seed": 3, "logit_bias": {"1": 2.0}}),
+        ("/v1/responses", {"input": "a"}, {"messages": [USER], "max_tokens": 5, "logit_bias": {"1": 2.0}, "n": 2}),
+    ],
+)
+def test_what_another_endpoint_would_heed_is_not_ignored(
+    server: TestServer, path: str, own: dict[str, Any], others: dict[str, Any]
+) -> None:
+    limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 1}
+    for name, value in others.items():
+        response = server.post(path, json=own | limit | {name: value})
+        assert response.status_code == 400, name
+        assert f"{name} is a field of /v1/" in response.json()["error"]["message"]
+        assert f"{path} does not have it" in response.json()["error"]["message"]
+    nothing = {name: type(value)() for name, value in others.items()} | {"n": 1}
+    assert server.post(path, json=own | limit | nothing).status_code == 200
 
 
 def test_unknown_fields_are_ignored(server: TestServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from tests.entrypoints.openai.servers import TestServer
 from vllm_blend.engine import async_request
-from vllm_blend.entrypoints.openai import json_size, strict_json
+from vllm_blend.entrypoints.openai import completions, json_size, strict_json
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.json_size import count_outside_strings
 from vllm_blend.entrypoints.openai.protocol import common
@@ -271,3 +272,23 @@ def test_the_prompts_of_a_call_begin_one_by_one(server: TestServer, monkeypatch:
 
     server.call(stop())
     assert response.status_code == 200 and len(set(seen)) == 20
+
+
+def test_many_prompts_are_tokenized_in_slices(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests have their turn at the tokenizer between them."""
+    sizes: list[int] = []
+    prepare = completions._prepare
+
+    def noted(body: Any, own: Any, prompts: Sequence[Any], salt: str | None) -> Any:
+        sizes.append(len(prompts))
+        return prepare(body, own, prompts, salt)
+
+    monkeypatch.setattr(completions, "_prepare", noted)
+    monkeypatch.setattr(completions, "_SLICE_CHARACTERS", 512)
+    prompts: list[Any] = ["a b"] * 20 + ["a " * 200] * 8 + [{"prefix": "a", "chunks": ["b " * 99], "suffix": "?"}] * 4
+    body = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "blend": {"mode": "off"}}
+    sliced = server.post("/v1/completions", json=body).json()
+    assert sum(sizes) == len(prompts) and len(sizes) == 6, sizes
+    monkeypatch.setattr(completions, "_SLICE_CHARACTERS", 1 << 16)
+    whole = server.post("/v1/completions", json=body).json()
+    assert sizes[-1] == len(prompts) and sliced["choices"] == whole["choices"]

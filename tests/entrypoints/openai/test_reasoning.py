@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.entrypoints.openai.servers import TestServer, serving
+from tests.waiting import DEADLINE
 from vllm_blend.entrypoints.openai.reasoning import (
     ReasoningParser,
     count_reasoning,
@@ -14,6 +19,7 @@ from vllm_blend.entrypoints.openai.reasoning import (
 )
 from vllm_blend.entrypoints.openai.tool_calls.deltas import join_deltas
 
+THOUGHT = "Act. Observation: no."
 PARTS = st.lists(
     st.sampled_from(["<think>", "</think>", "<thi", "nk>", "</", " ", "\n\n", "a", "b c", "<"]), max_size=9
 )
@@ -76,3 +82,34 @@ def test_prompts_and_templates_that_reason() -> None:
 )
 def test_tokens_of_reasoning_end_with_the_mark(tokens: list[str], count: int) -> None:
     assert count_reasoning(tokens) == count
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("answer", "reasoning", "content", "stop_reason"),
+    [
+        (f"<think>\n{THOUGHT}\n</think>\n\nFour. Observation: yes", THOUGHT, "Four. ", "Observation:"),
+        (f"<think>\n{THOUGHT}\n</think>\n\nFour.", THOUGHT, "Four.", None),
+        ("Four. Observation: yes", None, "Four. ", "Observation:"),
+    ],
+)
+def test_stop_strings_end_no_reasoning(
+    server: TestServer, answer: str, reasoning: str | None, content: str, stop_reason: str | None
+) -> None:
+    """vllm-project/vllm#14399: an agent's "Observation:" in a thought ended the answer before it began."""
+    body = {
+        "messages": [{"role": "user", "content": "2 + 2?"}],
+        "structured_outputs": {"choice": [answer]},
+        "stop": ["Observation:", "zebra"],
+        "max_tokens": 100,
+    }
+    with serving(server.engine, reasoning_parser="qwen3") as url:
+        path = f"{url}/v1/chat/completions"
+        whole = httpx.post(path, json=body, timeout=DEADLINE).json()["choices"][0]
+        text = httpx.post(path, json=body | {"stream": True}, timeout=DEADLINE).text
+    assert whole["message"].get("reasoning") == reasoning
+    assert (whole["message"]["content"], whole["stop_reason"]) == (content, stop_reason)
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line][:-1]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    assert "".join(delta.get("content") or "" for delta in deltas) == content
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == (reasoning or "")

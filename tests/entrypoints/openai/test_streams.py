@@ -43,6 +43,26 @@ def test_every_choice_ends_once(server: TestServer, path: str) -> None:
     assert len(whole["choices"]) == (2 if is_chat else 4)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_events_are_lines_to_every_client(server: TestServer, path: str, body: dict[str, Any]) -> None:
+    """openai/openai-python#1230: clients that split text as `str.splitlines` does cut an event at U+2028."""
+    text = "a\x85b\u2028c\u2029d"
+    asked = body | {"structured_outputs": {"choice": [text]}, "max_tokens": 60, "temperature": 0, "stream": True}
+    whole = server.post(path, json=asked | {"stream": False}).json()["choices"][0]
+    lines = [line.removeprefix("data: ") for line in server.post(path, json=asked).text.splitlines() if line][:-1]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    if path == "/v1/completions":
+        assert "".join(choice["text"] for choice in choices) == whole["text"] == f"a{text}"
+    else:
+        assert "".join(choice["delta"].get("content") or "" for choice in choices) == text
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_usage_in_streams(server: TestServer, path: str) -> None:
     prompt: Any = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}

@@ -20,6 +20,7 @@ from vllm_blend.features.structured.compiler import GrammarCompiler
 from vllm_blend.features.structured.config import StructuredOutputsConfig
 from vllm_blend.features.structured.extension import StructuredOutputs
 from vllm_blend.features.structured.grammar import grammar_text
+from vllm_blend.features.structured.trial import NICENESS
 from vllm_blend.features.structured.vocabulary import Vocabulary
 
 Params = StructuredOutputsParams
@@ -67,7 +68,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "minLength .3. is greater than maxLength"),
         ({"json": False}, "must be a dict"),
         ({"json": "false"}, "structured_outputs.json is refused: "),
-        ({"json": {"$ref": "#"}}, "structured_outputs.json is refused: "),
+        ({"json": {"$ref": "#"}}, "structured_outputs.json is refused: no text has this form"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "the choices of oneOf overlap: give anyOf"),
         ({"json": {"$ref": "http://localhost/x.json"}}, "structured_outputs.json is refused: "),
         ({"json": nested(200)}, "recursion limit"),
         ({"json": nested(100_000)}, "structured_outputs.json is nested too deeply"),
@@ -79,6 +81,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"choice": ["\ud800"]}, r"structured_outputs.choice\[0\] has half of a character"),
         ({"whitespace_pattern": "(", "json": "{}"}, "structured_outputs.json is refused: "),
         ({"structural_tag": {"structures": []}}, "structured_outputs.structural_tag lacks structures"),
+        ({"structural_tag": {"structures": [{}] * 1025, "triggers": ["<"]}}, "has 1025 structures: give at most 1024"),
+        ({"structural_tag": {"structures": [{}], "triggers": ["<"] * 1025}}, "has 1025 triggers: give at most 1024"),
         ({"structural_tag": {"structures": [{}], "triggers": ["<"]}}, r"structures\[0\] must have begin"),
         (
             {"structural_tag": {"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["["]}},
@@ -148,6 +152,8 @@ def test_a_process_that_ends_is_started_again(compiler: GrammarCompiler) -> None
     [trial] = compiler._idle
     ended = trial._process
     assert ended is not None
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, ended.pid) == min(19, own + NICENESS)  # steps go before
     os.kill(ended.pid, signal.SIGKILL)
     ended.wait()
     compiler.matcher(Params(regex="second"))

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,6 +25,7 @@ import msgspec
 import torch
 import zmq
 
+from vllm_blend.core.turns import TurnQueue
 from vllm_blend.engine.errors import EngineDeadError, QueueFullError
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.process.calls import run_call
@@ -53,7 +55,8 @@ logger = logging.getLogger("vllm_blend.engine.process.main")  # __name__ is "__m
 
 IDLE_SECONDS = 0.5  # between two looks at whether to end, while there is nothing to do
 ANSWER_SECONDS = 0.02  # the same while a call waits for something
-MESSAGES = 64  # that are taken between two steps: a thousand prompts of one call must not hold up all streams
+MESSAGES = 2048  # that are read between two steps
+ADDED = 64  # requests that are added between two steps, in turn: a thousand prompts of a call must not hold up all
 FAILED_STEPS = 3  # in a row: then the engine is given up
 PARENT_SECONDS = 1.0  # between two looks at whether the server's process is there
 LAST_SECONDS = 60.0  # to end in, when it is not
@@ -69,6 +72,8 @@ class EngineLoop:
         self._ids: dict[int, str] = {}  # of the requests that are unfinished, by number
         self._waiting: set[int] = set()  # calls
         self._answers: deque[tuple[int, Future[Any]]] = deque()
+        self._arrived: TurnQueue[Add] = TurnQueue()  # by tenant and call
+        self._num_arrived = 0
         self._preparation = Preparation(engine.prepare)
         self._failed_steps = 0
         self.num_turns = 0  # of the loop
@@ -90,12 +95,26 @@ class EngineLoop:
 
     def _receive(self) -> None:
         """Do what is asked, the rest of much after the next step; wait for something to be asked if there is no step to
-        run."""
-        if self.engine.is_idle and not self._answers and not self._preparation.done:
+        run. Of the requests that have come, tenants and their calls have theirs added in turn."""
+        if self.engine.is_idle and not self._answers and not self._preparation.done and not self._num_arrived:
             seconds = ANSWER_SECONDS if self._waiting or len(self._preparation) else IDLE_SECONDS
             if not self._receiver.poll(int(1000 * seconds)):
                 self.engine.check_workers()
                 return
+        self._read()
+        for _ in range(ADDED):
+            flow = self._arrived.next()
+            if flow is None or self.stopping:
+                return
+            new = self._arrived.take(flow)
+            self._arrived.mark(flow)
+            self._num_arrived -= 1
+            if self.engine.needs_preparation(new.params):
+                self._prepare(new)
+            else:
+                self._add(new)
+
+    def _read(self) -> None:
         for _ in range(MESSAGES):
             if self.stopping:
                 return
@@ -110,14 +129,26 @@ class EngineLoop:
             else:
                 self._do(message)
 
+    def _forget_arrived(self, numbers: Collection[int]) -> None:
+        """Drop requests that have come, and were not added yet."""
+        dropped: list[int] = []
+
+        def is_dropped(new: Add) -> bool:
+            if new.number in numbers:
+                dropped.append(new.number)
+            return new.number in numbers
+
+        if self._num_arrived:
+            self._arrived.drop(is_dropped)
+            self._num_arrived -= len(dropped)
+
     def _do(self, message: ToEngine) -> None:
         match message:
             case Add():
-                if self.engine.needs_preparation(message.params):
-                    self._prepare(message)
-                else:
-                    self._add(message)
+                self._arrived.add((message.owner.name, message.call), message)
+                self._num_arrived += 1
             case Abort():
+                self._forget_arrived(frozenset(message.numbers))
                 for number in message.numbers:
                     self._preparation.drop(number)
                 ids = [self._ids.pop(number, None) for number in message.numbers]

@@ -16,6 +16,8 @@ from vllm_blend.kv_store.owners import ANYONE, Owner
 from vllm_blend.outputs import BlendStats, Logprob, RequestMetrics
 from vllm_blend.sampling_params import SamplingParams
 
+PIECE = 16  # completions in one piece of news that has log-probabilities
+
 WireLogprobs: TypeAlias = dict[int, tuple[float, int | None]]  # token -> log-probability and rank
 
 
@@ -82,6 +84,19 @@ class Delta(msgspec.Struct, array_like=True):
     tokens: list[Tokens]
     time: float
     facts: Facts | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        return sum(len(entry) for tokens in self.tokens for entry in tokens.logprobs or ())
+
+    def pieces(self, size: int = PIECE) -> list[Delta]:
+        """Return the same news of `size` completions each, if there are log-probabilities: making these takes time."""
+        if len(self.tokens) <= size or self.tokens[0].logprobs is None:
+            return [self]
+        return [
+            Delta(self.number, self.tokens[at : at + size], self.time, None if at else self.facts)
+            for at in range(0, len(self.tokens), size)
+        ]
 
 
 class Outputs(msgspec.Struct, array_like=True, tag=True):

@@ -74,6 +74,7 @@ def create_app(
         root_path=options.root_path,
         body_timeout=options.body_timeout,
         on_refused=app.state.server.metrics.recorder.count_refused,
+        pace=app.state.server.pace,
     )
     if options.allowed_origins:  # outermost: pages must be able to read errors, too
         app.add_middleware(

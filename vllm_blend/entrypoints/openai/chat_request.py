@@ -13,7 +13,7 @@ from vllm_blend.entrypoints.openai.output_parser import OutputParsers, check_out
 from vllm_blend.entrypoints.openai.passages import parse_blend
 from vllm_blend.entrypoints.openai.prompts import make_template, parse_chat_prompt, parse_messages
 from vllm_blend.entrypoints.openai.protocol.chat import ChatCompletionRequest
-from vllm_blend.entrypoints.openai.reasoning import detect_reasoning_parser
+from vllm_blend.entrypoints.openai.reasoning import detect_reasoning_parser, reasoning_marks
 from vllm_blend.entrypoints.openai.sampling import (
     check_num_completions,
     check_prompt_logprobs,
@@ -103,6 +103,8 @@ def _sampling_params(
     }
     if parsers.needs_special_tokens:
         others["skip_special_tokens"] = False
+    if parsers.reasons:
+        others["reasoning_marks"] = reasoning_marks(prompt.text)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_top_logprobs(num_logprobs, server.engine.config.model.max_logprobs)
     return make_sampling_params(body, server.engine, max_tokens, num_logprobs, parsers.choice.json_schema, **others)

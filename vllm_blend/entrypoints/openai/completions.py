@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,6 +41,7 @@ from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
 router = APIRouter(route_class=StrictRoute)
 
 _DEFAULT_MAX_TOKENS = 16
+_SLICE_CHARACTERS, _SLICE_PROMPTS = 1 << 16, 64  # that are tokenized before other requests have their turn
 
 
 @router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMS)
@@ -57,7 +58,10 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         )
     check_num_completions(len(prompts), body, server)
     salt = tenant_of(request).combined_salt(body.cache_salt)
-    jobs = await server.prepare(_prepare, body, server, prompts, salt)
+    jobs: list[_Job] = []
+    for some in _slices(prompts):  # others have their turn between
+        jobs += await server.prepare(_prepare, body, server, some, salt)
+    check_prompt_logprobs(jobs, server.engine.vocab_size)
     parsed = [prompt for prompt, _ in jobs]
     request_id = body.request_id or request.state.request_id
     call = _Completion(body, server, f"cmpl-{request_id}", parsed)
@@ -89,8 +93,29 @@ def _prepare(
         if max_tokens not in known:
             known[max_tokens] = _sampling_params(body, server, max_tokens)
         jobs.append((prompt, known[max_tokens]))
-    check_prompt_logprobs(jobs, server.engine.vocab_size)
     return jobs
+
+
+def _slices(prompts: Sequence[CompletionPrompt]) -> Iterator[list[CompletionPrompt]]:
+    """Yield prompts in groups that take some milliseconds to tokenize."""
+    some: list[CompletionPrompt] = []
+    size = 0
+    for prompt in prompts:
+        some.append(prompt)
+        size += _SLICE_CHARACTERS // _SLICE_PROMPTS + _num_characters(prompt)
+        if size >= _SLICE_CHARACTERS:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _num_characters(prompt: CompletionPrompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list):
+        return 0  # token ids
+    return sum(len(each) for each in (prompt.prefix, prompt.suffix, *prompt.chunks) if isinstance(each, str))
 
 
 def _sampling_params(body: CompletionRequest, server: Server, max_tokens: int) -> SamplingParams:

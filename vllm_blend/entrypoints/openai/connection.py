@@ -101,6 +101,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer a request that the parser does not take, unless it was refused already."""
         self._refuse(400, f"this is no HTTP request: {msg}")
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing of a client that asks for a WebSocket: it gets the answer to a plain request."""
+
     def on_message_begin(self) -> None:
         self._head_bytes = self._num_headers = 0
         self._in_url = self._has_news = True

@@ -29,7 +29,9 @@ _TYPES = {
 }
 _ENGINE_ERRORS = (QueueFullError, DeadlineError, EngineDeadError)
 _BRANCHES = frozenset(("str", "int", "float", "bool", "dict", "list", "none"))
-_FIELD = re.compile(r"^([a-z_]+)(?:\[[^\]]*\]|\.[a-z_]+)*(?:=|: | is | must | has | holds | names | needs )")
+_FIELD = re.compile(
+    r"^(?:an entry of |a key of )?([a-z_]+)(?:\[[^\]]*\]|\.[a-z_]+)*(?:=|: | is | must | has | holds | names | needs )"
+)
 
 
 class APIError(HTTPException):
@@ -153,12 +155,12 @@ def install_error_handlers(app: FastAPI) -> None:
     async def not_found(request: Request, error: Exception) -> Response:
         if isinstance(error, APIError):
             return error_response(error, request.state.path)
-        message = f"there is no endpoint {request.url.path}: see /docs for those there are"
+        message = f"there is no endpoint {request.state.path[:200]}: see /docs for those there are"
         return error_response(APIError(404, message), request.state.path)
 
     async def wrong_method(request: Request, error: Exception) -> Response:
         allowed = as_api_error(error).headers
-        message = f"{request.url.path} does not take {request.method}: see /docs"
+        message = f"{request.state.path[:200]} does not take {request.method}: see /docs"
         return error_response(APIError(405, message, headers=allowed), request.state.path)
 
     for kind in (HTTPException, RequestValidationError, ValueError, TypeError, *_ENGINE_ERRORS):

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_blend.entrypoints.openai.errors import APIError, error_response
 from vllm_blend.entrypoints.openai.protocol.common import UNKNOWN_FIELDS
 from vllm_blend.entrypoints.openai.tenancy import ANYONE, CURRENT, Tenants, Usage
+from vllm_blend.entrypoints.openai.turns import Pace
 from vllm_blend.log_lines import REQUEST_ID, log_request
 
 # As in vLLM, these need no key, and nor does the status page. None tells what a tenant has sent.
@@ -37,16 +38,20 @@ class RequestContext:
         on_refused: Callable[[int], None],
         root_path: str = "",
         body_timeout: float | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """`on_refused` gets the status of every error that ends a request before the engine has its prompts."""
+        """`on_refused` gets the status of every error that ends a request before the engine has its prompts. Many
+        requests that come at once begin at a `pace`."""
         self.app, self.tenants, self.max_body_size, self.logs_access = app, tenants, max_body_size, logs_access
         self.on_refused, self.root_path = on_refused, root_path.rstrip("/")
-        self.body_timeout = body_timeout
+        self.body_timeout, self.pace = body_timeout, pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if self.pace is not None:
+            await self.pace.wait(address_of(scope))
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         state: dict[str, Any] = scope.setdefault("state", {})
@@ -174,6 +179,12 @@ class RequestContext:
         )
 
 
+def address_of(scope: Scope) -> str:
+    """Return the address of a request's client; all clients of a Unix socket have the same one."""
+    client = scope.get("client")
+    return str(client[0]) if client else ""
+
+
 def path_of(scope: Scope) -> str:
     """Return the path of a request as this server knows it: without `--root-path`, which some proxies keep."""
     path: str = scope["path"]
@@ -184,11 +195,10 @@ def path_of(scope: Scope) -> str:
 
 
 def _log(scope: Scope, state: dict[str, Any], status: int, num_bytes: int, seconds: float) -> None:
-    client = scope.get("client")
     fields = {
         "request_id": state["request_id"],
         "tenant": state["tenant"].name,
-        "client": client[0] if client else None,
+        "client": address_of(scope) or None,
         "method": scope["method"],
         "path": scope["path"],
         "status": status or 499,  # the client left before there was an answer

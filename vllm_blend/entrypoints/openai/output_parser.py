@@ -39,6 +39,11 @@ class OutputParsers:
         """Return whether marks that the parsers look for may be special tokens, which texts usually leave out."""
         return self.choice.mode == "auto" and self.tool_parser is not None and self.tool_parser.needs_special_tokens
 
+    @property
+    def reasons(self) -> bool:
+        """Return whether answers may begin with reasoning. A grammar holds forced calls from the first token on."""
+        return self.reasoning_parser is not None and self.choice.mode not in ("named", "required")
+
     def make(self, prompt: str | None) -> OutputParser:
         """Return a parser for one answer to `prompt`."""
         choice = self.choice

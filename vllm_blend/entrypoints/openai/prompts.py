@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from vllm_blend.chunks.chat_prompt import hide_special_tokens, revealed
 from vllm_blend.chunks.chat_template import ChatTemplate, make_chat_template
 from vllm_blend.chunks.messages import Message, parse_conversations
 from vllm_blend.engine.async_llm import AsyncLLM
@@ -68,15 +69,18 @@ def parse_chat_prompt(
 ) -> ParsedPrompt:
     """Return a conversation as token ids. Raises ValueError, TypeError, or APIError if it is too long for the model."""
     engine = server.engine
-    num_texts = sum(max(1, len(message.texts)) for message in messages) + len(documents or ())
+    num_texts = sum(max(1, len(message.texts)) + _num_calls(message) for message in messages) + len(documents or ())
     if num_texts > engine.max_model_len:  # each has a token at least; and rendering them takes its time
         raise bad_request(
             f"This model's maximum context length is {engine.max_model_len} tokens, but the conversation has "
-            f"{num_texts} messages, parts and documents: shorten it",
+            f"{num_texts} messages, parts, tool calls and documents: shorten it",
             "messages",
             "context_length_exceeded",
         )
-    return chat_prompt(
+    trusts = engine.config.model.trusted_chunks
+    if not trusts:
+        template, messages = hide_special_tokens(template, messages)
+    prompt = chat_prompt(
         server.passages,
         template,
         messages,
@@ -86,8 +90,14 @@ def parse_chat_prompt(
         engine.vocab_size,
         engine.max_model_len,
         engine.config.blend.enable_blending,
-        engine.config.model.trusted_chunks,
+        trusts,
     )
+    return revealed(prompt, template)
+
+
+def _num_calls(message: Message) -> int:
+    calls = message.fields.get("tool_calls")
+    return len(calls) if isinstance(calls, list) else 0
 
 
 def make_template(
@@ -105,6 +115,11 @@ def make_template(
             "chat_template: this server uses no templates of requests: leave it out, or start the server with "
             "--trust-request-chat-template",
             "chat_template",
+        )
+    if (template_kwargs or {}).get("documents"):
+        raise bad_request(
+            "chat_template_kwargs.documents: give documents, so that they are passages, and text to the tokenizer",
+            "chat_template_kwargs",
         )
     given = {name: value for name, value in variables.items() if value is not None}
     kwargs = (server.options.default_chat_template_kwargs or {}) | given | dict(template_kwargs or {})

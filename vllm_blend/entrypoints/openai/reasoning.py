@@ -71,6 +71,11 @@ def opens_reasoning(prompt: str | None) -> bool:
     return prompt is not None and prompt[-100:].rstrip().endswith(_BEGIN)
 
 
+def reasoning_marks(prompt: str | None) -> tuple[str, str]:
+    """Return what opens and closes the reasoning of an answer to a prompt, as `SamplingParams` has it."""
+    return ("" if opens_reasoning(prompt) else _BEGIN, _END)
+
+
 def count_reasoning(tokens: Sequence[str]) -> int:
     """Return how many tokens of an answer that reasons belong to its reasoning: those up to the closing mark, with it,
     or all. `tokens` are as the vocabulary writes them, in which the mark is as it is in texts."""

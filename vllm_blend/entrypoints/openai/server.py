@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,13 @@ from vllm_blend.entrypoints.openai.passages import PassageFinder
 from vllm_blend.entrypoints.openai.passages.stored import StoredPassages
 from vllm_blend.entrypoints.openai.tenancy import CURRENT, Tenant
 from vllm_blend.entrypoints.openai.tracing import Tracing
-from vllm_blend.entrypoints.openai.turns import Turns
+from vllm_blend.entrypoints.openai.turns import Pace, Turns
 
 P = ParamSpec("P")
 T = TypeVar("T")
+BEGUN = 8  # requests that begin in one round of the event loop, at some 0.2 ms each
+# Whether the body of the task's request is long: short ones do not wait behind all of these.
+IS_LONG: ContextVar[bool] = ContextVar("is long", default=False)
 INLINE_VALUES = 1024  # longer answers are written in another thread: streams go on meanwhile
 
 
@@ -56,6 +59,7 @@ class Server:
         shows_tenants = self.options.tenant_metrics
         self.metrics = ServerMetrics(self.engine, self.model_name, not has_keys, shows_tenants)
         self._num_tokenizing: Counter[str] = Counter()  # that wait for the thread, or are in it, by tenant
+        self.pace = Pace(BEGUN)
         self._tokenizing_turns, self._converting_turns = Turns(), Turns()
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
         self._converting = ThreadPoolExecutor(1, thread_name_prefix="converting")
@@ -84,7 +88,7 @@ class Server:
                 retry_after=1.0,
             )
         with counted(self._num_tokenizing, tenant):
-            async with self._tokenizing_turns.turn(tenant):
+            async with self._tokenizing_turns.turn(tenant, "long" if IS_LONG.get() else "short"):
                 return await _run_in(self._tokenizing, partial(function, *args, **kwargs))
 
     async def in_converting_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -21,6 +21,9 @@ STREAMS: dict[int | str, dict[str, Any]] = {
     }
 }
 DONE = "data: [DONE]\n\n"
+# JSON has them in strings as they are, and lines of an event stream may hold them, but many clients (all that use
+# `splitlines`, such as httpx's `iter_lines`) end a line there.
+_SEPARATORS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must pass chunks on at once
 
 
@@ -52,12 +55,17 @@ async def _stream(
     first: str, events: AsyncGenerator[str, None], error_event: Callable[[Exception], str]
 ) -> AsyncGenerator[str, None]:
     async with aclosing(events):
-        yield first
+        yield _on_lines(first)
         try:
             async for event in events:
-                yield event
+                yield _on_lines(event)
         except Exception as error:
             yield error_event(error)
+
+
+def _on_lines(event: str) -> str:
+    """Return an event whose lines are those that every client takes for such."""
+    return event if event.isascii() else event.translate(_SEPARATORS)
 
 
 def dump(chunk: dict[str, Any]) -> str:

@@ -16,11 +16,14 @@ from pydantic import ValidationError
 
 from vllm_blend.entrypoints.openai.errors import APIError, as_api_error, bad_request
 from vllm_blend.entrypoints.openai.json_size import check_size
+from vllm_blend.entrypoints.openai.middleware import address_of
 from vllm_blend.entrypoints.openai.protocol.common import RequestModel
-from vllm_blend.entrypoints.openai.server import server_of
+from vllm_blend.entrypoints.openai.server import IS_LONG, server_of
 
 Model = TypeVar("Model", bound=RequestModel)
 INLINE_BYTES = 1 << 16  # longer bodies are read in another thread: streams go on meanwhile
+
+_UNPACED_BYTES = 1 << 12  # those of longer ones that come at once are read a few at a time
 
 
 class StrictRequest(Request):
@@ -36,7 +39,10 @@ class StrictRequest(Request):
         body = await self.body()
         self.state.arrival_time = time.time()
         if len(body) <= INLINE_BYTES:
+            if len(body) > _UNPACED_BYTES:
+                await server_of(self).pace.wait(address_of(self.scope))
             return parse_json(body)
+        IS_LONG.set(True)
         return await server_of(self).in_converting_thread(read_model, body, self._model)
 
 

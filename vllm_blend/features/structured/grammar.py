@@ -15,6 +15,7 @@ _ONE = ("additionalItems", "items", "not", "if", "then", "else", "contains")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _OBJECT = {"type": "object"}
+MAX_TAGS = 1024  # structures, and triggers, of a structural tag
 # Between the parts of JSON. Its length is bounded because small models begin to write spaces and never end.
 WHITESPACE = r"[ \t\n\r]{1,32}"
 
@@ -90,6 +91,8 @@ def _structural_tag(given: Any) -> str:
     if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
         raise ValueError(f"{name} lacks structures or triggers: give {shape}")
     require(all(isinstance(one, str) and one for one in triggers), f"{name}: triggers must be strings, and not empty")
+    for part, items in (("structures", structures), ("triggers", triggers)):
+        require(len(items) <= MAX_TAGS, f"{name} has {len(items)} {part}: give at most {MAX_TAGS}")
     library, tags = llguidance(), []
     for index, one in enumerate(structures):
         at = f"{name}: structures[{index}]"

@@ -7,11 +7,12 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -22,7 +23,6 @@ _STRING, _ARRAY = 8, 9
 # The types of metadata of one size, as struct calls them.
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PART = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
-Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,17 @@ def _open(path: Path) -> Iterator[mmap.mmap]:
 
 
 def _read_one(path: Path) -> GGUFHeader:
+    try:
+        found = path.stat()
+    except OSError:  # opening it says what is wrong
+        return _read_unchanged(path, ())
+    return _read_unchanged(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=64)  # a model in parts has one for each
+def _read_unchanged(path: Path, state: tuple[int, ...]) -> GGUFHeader:
+    """Read the header of a file in some state: a vocabulary takes a while to pass over, and a model is loaded by
+    several readers."""
     sizes = _block_sizes()
     with _open(path) as data:
         return _Reader(data, path).header(sizes)
@@ -164,7 +175,7 @@ class _Reader:
         if place.kind != _STRING:
             self._at = place.start
             return list(self._numbers(f"<{place.count}{_NUMBERS[place.kind][1]}"))
-        return self._walk(place.start, place.count, lambda start, stop: self._data[start:stop].decode())
+        return self._walk(place.start, place.count, keeps=True)
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dimensions = self._string(), self._number("<I")
@@ -206,18 +217,18 @@ class _Reader:
             raise _Damaged(f"an array of metadata has entries of the type {of}")
         return None
 
-    def _walk(self, start: int, count: int, read: Callable[[int, int], Read] | None = None) -> list[Read]:
-        """Go over an array of strings, and return what `read` makes of the bounds of each. Vocabularies are long: this
-        is a tight loop."""
-        found: list[Read] = []
+    def _walk(self, start: int, count: int, keeps: bool = False) -> list[str]:
+        """Go over an array of strings, and return them if they are to be kept. Vocabularies are long: this is a tight
+        loop."""
+        found: list[str] = []
         data, length_at, end = self._data, struct.Struct("<Q").unpack_from, len(self._data)
         for _ in range(count):
-            stop = start + 8 + length_at(data, start)[0]
-            if stop > end:
+            begin = start + 8
+            start = begin + length_at(data, start)[0]
+            if start > end:
                 raise _Damaged(f"it ends at byte {end}, within its header")
-            if read is not None:
-                found.append(read(start + 8, stop))
-            start = stop
+            if keeps:
+                found.append(data[begin:start].decode())
         self._at = start
         return found
 

@@ -32,6 +32,15 @@ def names_gguf(model: str) -> bool:
     return not path.is_dir() and (path.suffix.lower() == ".gguf" or _ON_THE_HUB.fullmatch(model) is not None)
 
 
+def conversion(folder: str, name: str) -> str:
+    """Return the expression, with transformers' classes, that writes a GGUF file's model as a directory of
+    safetensors: `new_path`. Without GgufConfig, transformers 5.23 keeps quantized blocks, and saves none of them."""
+    return (
+        f"AutoModelForCausalLM.from_pretrained({folder}, gguf_file={name}, "
+        "quantization_config=GgufConfig(dequantize=True)).save_pretrained(new_path)"
+    )
+
+
 @lru_cache
 def _download(repository: str, wanted: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download

@@ -11,6 +11,7 @@ import torch
 from vllm_blend.checks import closest, is_whole
 from vllm_blend.models.gguf.families import GGUF_FAMILIES, MIXTRAL, GGUFFamily
 from vllm_blend.models.gguf.header import GGUFHeader, TensorPlace
+from vllm_blend.models.gguf.names import conversion
 from vllm_blend.ops.fp8 import QuantizedRows
 
 IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # the config has them
@@ -49,9 +50,9 @@ class GGUFTensor:
         """Return which rows of the file the rows of a checkpoint's matrix are, None if the order is the same."""
         return None if self._change is None else self._change(torch.arange(self.shape[0])[:, None]).flatten()
 
-    def entry(self, index: int) -> torch.Tensor:
-        """Return one of the tensors that are stacked in this one, and read no other."""
-        return read_tensor(self._header, self._place.entry(index))
+    def entry(self, index: int) -> GGUFTensor:
+        """Return one of the tensors that are stacked in this one."""
+        return GGUFTensor(self._header, self._place.entry(index), f"{self.name}[{index}]", None)
 
     def source(self, device: torch.device) -> torch.Tensor:
         return self.read()
@@ -72,6 +73,11 @@ class FusedExperts:
             raise ValueError(f"{name} is made of tensors of the shapes {[stack.shape for stack in stacks]}")
 
     @property
+    def num_parts(self) -> int:
+        """Return how many matrices an expert has in it."""
+        return len(self._stacks)
+
+    @property
     def is_quantized(self) -> bool:
         return any(stack.kind not in FLOATS for stack in self._stacks)
 
@@ -90,8 +96,12 @@ class FusedExperts:
     def quantized_rows(self, device: torch.device) -> QuantizedRows | None:
         return None
 
+    def parts(self, number: int) -> list[GGUFTensor]:
+        """Return an expert's matrices [outputs, inputs]: gate and up, or one alone."""
+        return [stack.entry(number) for stack in self._stacks]
+
     def _expert(self, number: int) -> torch.Tensor:
-        rows = torch.stack([stack.entry(number) for stack in self._stacks], 1).flatten(0, 1)
+        rows = torch.stack([part.read() for part in self.parts(number)], 1).flatten(0, 1)
         return rows.mT if rows.dim() == 2 else rows
 
 
@@ -104,8 +114,7 @@ def family_of(header: GGUFHeader) -> GGUFFamily:
         raise ValueError(
             f"{header.path}: general.architecture is {name!r}{hint}; of GGUF files {', '.join(GGUF_FAMILIES.names())} "
             "are read. Give the directory of the same model in safetensors, or convert the file if transformers knows "
-            f"it: AutoModelForCausalLM.from_pretrained({str(header.path.parent)!r}, gguf_file={header.path.name!r})"
-            ".save_pretrained(new_path)"
+            f"it: {conversion(repr(str(header.path.parent)), repr(header.path.name))}"
         )
     is_mixture = name == MIXTRAL.name and header.metadata.get(f"{name}.expert_count") not in (None, 0)
     return MIXTRAL if is_mixture else GGUF_FAMILIES[name]

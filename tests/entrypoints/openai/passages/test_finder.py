@@ -14,7 +14,9 @@ from vllm_blend.entrypoints.openai.passages.text_pieces import split_text
 
 WORDS = ["alpha beta", "gamma delta", "epsilon zeta", "eta theta", "iota kappa"]
 SALTS = st.sampled_from(["a", "b", None, "c", "d"])
-TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map("\n\n".join)
+LONG = [f"{word} is what they say where the {word} stands beside the other {word} of old." for word in WORDS[:3]]
+PIECES = st.sampled_from([*WORDS, *LONG, f"[7] {LONG[0]}", f"So {LONG[1]} And {LONG[2]}", f"{LONG[1]}\n{LONG[0]}"])
+TEXTS = st.lists(PIECES, min_size=1, max_size=5).map("\n\n".join)
 
 
 def look(finder: PassageFinder, text: str, salt: str | None, names_some: bool = False) -> FoundPassages:
@@ -28,7 +30,7 @@ class Tenants(RuleBasedStateMachine):
         super().__init__()
         self.shared = PassageFinder(min_characters=4)
         self.own: dict[str | None, PassageFinder] = defaultdict(lambda: PassageFinder(min_characters=4))
-        self.small = PassageFinder(min_characters=4, max_passages=2, max_prefixes=3)
+        self.small = PassageFinder(min_characters=4, max_passages=2, max_bytes=300, max_prefixes=3)
 
     @rule(text=TEXTS, salt=SALTS, names_some=st.booleans())
     def find(self, text: str, salt: str | None, names_some: bool) -> None:
@@ -59,6 +61,7 @@ class Tenants(RuleBasedStateMachine):
         assert len(self.small._tenants) <= 2
         assert len(self.small) == sum(tenant.size for tenant in self.small._tenants.values())
         assert all(len(t.seen) <= 2 and len(t.prefixes) <= 3 for t in self.small._tenants.values())
+        assert all(len(t.young.names) <= 1 and len(t.old.data) < 2000 for t in self.small._tenants.values())
 
 
 Tenants.TestCase.settings = settings(max_examples=60, stateful_step_count=25)

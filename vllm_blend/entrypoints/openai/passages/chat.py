@@ -265,7 +265,7 @@ class _Places:
 
     def kept_seconds(self, span: Span) -> float:
         """Return for how many seconds a chunk is to be kept, as the text in which it stands asks for."""
-        within = (kept for slot, kept in self._kept if slot.start <= span[0] and span[1] <= slot.stop)
+        within = (kept for slot, kept in self._kept if slot.start <= span[0] < slot.stop)
         return max(within, default=0.0)
 
     @cached_property

@@ -1,5 +1,5 @@
 """The pieces of a text that may be passages: what stands between blank lines, in `<source>` and `<document>` elements,
-and between LMCache's separators.
+and between LMCache's separators, without a number before it, such as `[1]` or `Document 3:`.
 
 Every function here takes a time that is linear in the text's length, as clients send what they like.
 """
@@ -9,34 +9,35 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Span = tuple[int, int]
 
 _BLANK_LINE = "\n\n"
+_USUAL = re.compile(rf"{_BLANK_LINE}(?=\S)")
 _TAG = re.compile(r"<(/?)(source|document)\b[^<>]{0,1000}>", re.IGNORECASE)
-_SEPARATOR = re.compile(r"\r?\n[ \t]*\r?\n\s*| # # ")
+_SEPARATOR = re.compile(r"\n[ \t]*\r?\n\s*")
+_SEPARATORS = re.compile(rf"{_SEPARATOR.pattern}| # # ")  # which takes ten times as long
+_LABEL = r"[\[({#*]{0,3}(?:\w{1,20}[ _]?)?[\[({#]{0,2}\d{1,4}[\])}:.*]{1,4}\s{1,8}"
+_LABEL_HERE = re.compile(_LABEL)
+_LABELLED_LINE = re.compile(rf"\n[ \t]{{0,8}}{_LABEL}")
+_MIN_LABELLED = 64  # characters: the items of an ordinary list are shorter
 
 
-@dataclass(frozen=True)
-class TextPiece:
-    """Characters `start` to `stop` - 1, which begin and end with text. `end` is where the piece ends with the blank
-    line that follows it, if that is as usual. `inner` are the pieces of an element."""
+class TextPiece(NamedTuple):
+    """Characters `start` to `stop` - 1, which begin and end with text."""
 
     start: int
     stop: int
-    end: int
-    inner: tuple[TextPiece, ...] = ()
 
     def moved(self, offset: int) -> TextPiece:
         """Return the same piece of a text that begins at `offset` in another one."""
-        inner = tuple(piece.moved(offset) for piece in self.inner)
-        return TextPiece(self.start + offset, self.stop + offset, self.end + offset, inner)
+        return TextPiece(self.start + offset, self.stop + offset)
 
-    def without_beginning(self, text: str, stop: int) -> TextPiece:
-        """Return what is left of the piece behind `stop`, from its first character that is no white space."""
-        part = text[stop : self.stop]
-        return TextPiece(stop + len(part) - len(part.lstrip()), self.stop, self.end)
+    def before_question(self, text: str) -> TextPiece | None:
+        """Return what stands before the last two lines of the piece, None if there is nothing."""
+        last = text.rfind("\n", self.start, self.stop)
+        return piece_between(text, self.start, max(text.rfind("\n", self.start, max(last, self.start)), self.start))
 
 
 def split_text(text: str) -> list[TextPiece]:
@@ -45,12 +46,24 @@ def split_text(text: str) -> list[TextPiece]:
     position = 0
     for start, stop, content in _elements(text):
         pieces += _split_at_separators(text, position, start)
-        element = _piece(text, *content)
-        if element is not None:
-            inner = tuple(_split_at_separators(text, *content))
-            pieces.append(TextPiece(element.start, element.stop, element.stop, inner if len(inner) > 1 else ()))
+        element = piece_between(text, *content)
+        pieces += [] if element is None else _without_labels(text, element)
         position = stop
     return pieces + _split_at_separators(text, position, len(text))
+
+
+def _without_labels(text: str, piece: TextPiece) -> list[TextPiece]:
+    """Return a piece without the number before it, or what stands behind the numbers that begin its lines, if all that
+    is long."""
+    label = _LABEL_HERE.match(text, piece.start, piece.stop)
+    start = label.end() if label else piece.start
+    lines = list(_LABELLED_LINE.finditer(text, start, piece.stop))
+    starts, stops = [start, *(each.end() for each in lines)], [*(each.start() for each in lines), piece.stop]
+    if lines and min(map(int.__sub__, stops[1:], starts[1:])) >= _MIN_LABELLED:
+        parts = [piece_between(text, *span) for span in zip(starts, stops, strict=True)]
+        return [part for part in parts if part is not None]
+    rest = piece if label is None else piece_between(text, start, piece.stop)
+    return [] if rest is None else [rest]
 
 
 def _elements(text: str) -> Iterator[tuple[int, int, Span]]:
@@ -78,20 +91,24 @@ def _elements(text: str) -> Iterator[tuple[int, int, Span]]:
 
 def _split_at_separators(text: str, start: int, stop: int) -> list[TextPiece]:
     pieces, position = [], start
-    for separator in _SEPARATOR.finditer(text, start, stop):
-        piece = _piece(text, position, separator.start())
+    separators = _SEPARATOR if text.find(" # # ", start, stop) < 0 else _SEPARATORS
+    for separator in separators.finditer(text, start, stop):
+        piece = piece_between(text, position, separator.start())
         if piece is not None:
-            is_usual = separator[0] == _BLANK_LINE and piece.stop == separator.start() and separator.end() < len(text)
-            pieces.append(TextPiece(piece.start, piece.stop, separator.end() if is_usual else piece.stop))
+            pieces += _without_labels(text, piece)
         position = separator.end()
-    last = _piece(text, position, stop)
-    return pieces if last is None else [*pieces, last]
+    last = piece_between(text, position, stop)
+    return pieces if last is None else pieces + _without_labels(text, last)
 
 
-def _piece(text: str, start: int, stop: int) -> TextPiece | None:
-    part = text[start:stop]
-    core = part.strip()
-    if not core:
-        return None
-    start += len(part) - len(part.lstrip())
-    return TextPiece(start, start + len(core), start + len(core))
+def piece_between(text: str, start: int, stop: int) -> TextPiece | None:
+    """Return what of a text stands between two places, without white space around it, None if nothing does."""
+    part = text[start:stop].rstrip()
+    core = part.lstrip()
+    stop = start + len(part)
+    return TextPiece(stop - len(core), stop) if core else None
+
+
+def end_of_passage(text: str, stop: int) -> int:
+    """Return where a passage ends whose text ends at `stop`: after the blank line that follows, if that is as usual."""
+    return stop + len(_BLANK_LINE) if _USUAL.match(text, stop) else stop

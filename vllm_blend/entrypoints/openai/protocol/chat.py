@@ -24,6 +24,7 @@ _TEXT_ONLY = "the supported models take and give text only"
 class ChatCompletionRequest(SamplingFields):
     """The body of a request to /v1/chat/completions."""
 
+    endpoint: ClassVar[str | None] = "/v1/chat/completions"
     refused: ClassVar[dict[str, Unsupported]] = REFUSED_ANYWHERE | {
         "modalities": Unsupported(None, _TEXT_ONLY, (["text"],)),
         "audio": Unsupported(None, _TEXT_ONLY),

@@ -28,7 +28,13 @@ MAX_STRING_CHARACTERS = 1 << 14  # of all of them
 MAX_UNKNOWN_FIELDS = 128  # of one request, by name: each is compared with the known ones, and logged
 MAX_ENTRIES = 1024  # of objects whose entries are settings
 _SLICE = 1 << 16
+# Fields of other endpoints that are no loss where they are not known: they change no answer, or ask for effort.
+_HARMLESS = frozenset(
+    ("stream_options", "request_id", "include", "reasoning", "reasoning_effort", "thinking", "include_reasoning")
+)
 _MISSPELT = 0.88  # the similarity from which on an unknown field is taken for a misspelt one
+
+_bodies: dict[str, type[RequestModel]] = {}  # of requests for answers, by endpoint
 
 # The unknown fields of the request that is being read: (its object's model, its name). None outside of a server.
 UNKNOWN_FIELDS: ContextVar[set[tuple[type, str]] | None] = ContextVar("unknown fields", default=None)
@@ -84,12 +90,19 @@ class RequestModel(BaseModel):
     """A request's body, or an object in it. Types are those of JSON: no "5" for 5.
 
     As in vLLM, unknown fields are ignored with a warning; but one that is nearly the name of a known field is an error
-    that says which. `refused` has fields that other servers have and this one does not.
+    that says which, and so is one of another endpoint that asks for something there: the answer would be without it.
+    `refused` has fields that other servers have and this one does not.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
+    endpoint: ClassVar[str | None] = None  # of a request for an answer
     refused: ClassVar[dict[str, Unsupported]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()  # known, and without any effect here
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        if "endpoint" in vars(cls) and cls.endpoint is not None:
+            _bodies[cls.endpoint] = cls
 
     @model_validator(mode="after")
     def _check_other_fields(self) -> Self:
@@ -105,6 +118,8 @@ class RequestModel(BaseModel):
                 seen.add((type(self), name))
                 if len(seen) > MAX_UNKNOWN_FIELDS:
                     raise ValueError(f"there are more than {MAX_UNKNOWN_FIELDS} unknown fields: leave them out")
+                if self.endpoint is not None:
+                    _refuse_misplaced(name, value, self.endpoint)
                 _refuse_misspelt(name, type(self))
                 logger.warning("the field %.100r of a request is unknown and ignored", name)
         return self
@@ -114,6 +129,19 @@ class RequestModel(BaseModel):
     def _validate_once(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Take a body that has been validated already (see `strict_json`)."""
         return value if isinstance(value, cls) else validate(value)
+
+
+def _refuse_misplaced(name: str, value: Any, endpoint: str) -> None:
+    """Raise ValueError for a field of another endpoint, unless its value asks for nothing: null, 0, false, empty, or
+    what 1 asks for in `n` and in a penalty."""
+    if name in _HARMLESS or not value or (value == 1 and name in ("n", "repetition_penalty")):
+        return
+    homes = [path for path, model in _bodies.items() if name in model.model_fields]
+    if homes:
+        raise ValueError(
+            f"{name} is a field of {' and '.join(homes)}, and {endpoint} does not have it: leave it out, or send the "
+            "request there"
+        )
 
 
 def _refuse_misspelt(name: str, model: type[RequestModel]) -> None:

@@ -37,6 +37,7 @@ CompletionPrompt = str | WholeList | ChunkedPromptBody
 class CompletionRequest(SamplingFields):
     """The body of a request to /v1/completions."""
 
+    endpoint: ClassVar[str | None] = "/v1/completions"
     refused: ClassVar[dict[str, Unsupported]] = REFUSED_ANYWHERE | {
         "add_special_tokens": Unsupported(True, "give the prompt as token ids"),
         "suffix": Unsupported(None, "no supported model fills in the middle", ("",)),

@@ -27,6 +27,7 @@ class AnthropicMessage(RequestModel):
 class MessagesRequest(RequestModel):
     """The body of a request to /v1/messages. The second part of the fields are those of this engine."""
 
+    endpoint: ClassVar[str | None] = "/v1/messages"
     refused: ClassVar[dict[str, Unsupported]] = {
         "mcp_servers": Unsupported(None, "the server calls no other servers: give tools", ([],)),
         "container": Unsupported(None, "the server runs no code"),

@@ -25,6 +25,7 @@ _NO_STATE = "this server keeps no state between requests: send the whole convers
 class ResponsesRequest(RequestModel):
     """The body of a request to /v1/responses. The second part of the fields are those of vLLM and of this engine."""
 
+    endpoint: ClassVar[str | None] = "/v1/responses"
     refused: ClassVar[dict[str, Unsupported]] = {
         "previous_response_id": Unsupported(None, _NO_STATE),
         "conversation": Unsupported(None, _NO_STATE),
