@@ -63,7 +63,8 @@ CONTRAST = """
 })()
 """
 TOO_WIDE = """
-[...document.querySelectorAll("body *")].filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+[...document.querySelectorAll("body *")]
+  .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
   .map(e => e.outerHTML)
 """
 RUNS = "document.getElementById('state')?.textContent === 'Running'"
