@@ -232,17 +232,11 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> TextTokens:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return TextTokens(encoded["input_ids"], encoded["offset_mapping"])
     encoding = backend.encode(text, add_special_tokens=False)
-    if _adds_nothing(type(tokenizer)):
-        return TextTokens(encoding.ids, encoding.offsets)
+    names = ("__call__", "encode", "_encode_plus", "_batch_encode_plus")
+    if all(getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names):
+        return TextTokens(encoding.ids, encoding.offsets)  # it leaves the ids to its backend, as all fast ones do
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     return TextTokens(ids, encoding.offsets if encoding.ids == ids else ())
-
-
-def _adds_nothing(kind: type) -> bool:
-    """Return whether tokenizers of a class give the ids that their backend does: they encode as the class of all fast
-    ones."""
-    names = ("__call__", "encode", "_encode_plus", "_batch_encode_plus")
-    return all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names)
 
 
 @lru_cache(maxsize=4)

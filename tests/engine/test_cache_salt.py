@@ -31,7 +31,7 @@ TIERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "remote": lambda path: {"chunk_store_url": f"file://{path}"},
 }
 # Counters of time, and of all that is stored, whichever salt it has.
-NOT_COMPARED = ("seconds", "_bytes", "_chunks", "step")
+NOT_COMPARED = ("second", "_bytes", "_chunks", "step")
 
 
 @pytest.fixture(autouse=True)

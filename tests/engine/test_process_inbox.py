@@ -12,6 +12,7 @@ from vllm_blend import SamplingParams
 from vllm_blend.engine.process.main import ADDED, EngineLoop
 from vllm_blend.engine.process.messages import Abort, Add, new_encoder
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.owners import Owner
 
 pytestmark = pytest.mark.cpu_only
 
@@ -35,7 +36,7 @@ def test_one_request_does_not_wait_behind_a_thousand_of_another_call() -> None:
         loop = EngineLoop(engine, receiver, asking)
 
         def ask(number: int, call: str, tenant: str = "a") -> None:
-            new = Add(number, str(number), ParsedPrompt([1]), SamplingParams(), 0.0, 0, tenant, call)
+            new = Add(number, str(number), ParsedPrompt([1]), SamplingParams(), 0.0, 0, Owner(tenant), call)
             asking.send(new_encoder().encode(new))
 
         for number in range(1000):

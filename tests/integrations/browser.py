@@ -48,8 +48,12 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
-        self._process.wait(DEADLINE)
+        self._session = None
+        self._call("Browser.close")
+        try:
+            self._process.wait(DEADLINE)
+        finally:
+            self._process.kill()
         os.close(self._to)
         os.close(self._from)
 

@@ -145,7 +145,7 @@ class EngineLoop:
     def _do(self, message: ToEngine) -> None:
         match message:
             case Add():
-                self._arrived.add((message.tenant, message.call), message)
+                self._arrived.add((message.owner.name, message.call), message)
                 self._num_arrived += 1
             case Abort():
                 self._forget_arrived(frozenset(message.numbers))

@@ -230,7 +230,7 @@ def _tenants(recorder: Recorder, stored: Mapping[str, int]) -> list[dict[str, An
     return [
         {
             "name": name,
-            "now": f"{counts.running} running or waiting, {counts.generated:,} tokens generated",
+            "now": f"{counts.running} running now, {counts.generated:,} tokens generated",
             "prompt": counts.prompt,
             "share": share(counts.cached, counts.prompt),
             "stored": stored[name],
