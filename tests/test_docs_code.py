@@ -34,7 +34,6 @@ ELSEWHERE = {
     ("README.md", "python"): "tests/test_readme.py",
     ("models.md", "python"): "tests/models/test_gguf.py",
     ("operations.md", "python"): "tests/test_docs.py",
-    ("operations.md", "yaml"): "tests/test_docs.py",
     ("store_format.md", "python"): "tests/test_docs.py",
     ("pipeline.md", "bash"): "tests/pipeline/test_own_data.py",
     ("integrations.md", "python"): "tests/integrations/check_langchain.py",

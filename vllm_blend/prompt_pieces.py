@@ -235,7 +235,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> TextTokens:
     names = ("__call__", "encode", "_encode_plus", "_batch_encode_plus")
     if all(getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names):
         return TextTokens(encoding.ids, encoding.offsets)  # it leaves the ids to its backend, as all fast ones do
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return TextTokens(ids, encoding.offsets if encoding.ids == ids else ())
 
 
