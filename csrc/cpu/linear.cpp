@@ -91,11 +91,54 @@ static int linear_f32(const Linear& job, int32_t threads) {
   return status;
 }
 
+#if defined(__AVX512BF16__) && !defined(VB_AMX)
+// Results n to n + R of M rows of x: pairs of bf16 are multiplied as both lie.
+template <int M, int R>
+VB_INLINE void dots(const Linear& job, const bf16* x, bf16* out, int64_t n) {
+  const bf16* weight = (const bf16*)job.weight + n * job.in;
+  __m512 sums[R][M] = {};
+  for (int64_t k = 0; k < job.in; k += 32) {
+    __m512bh rows[M];
+    for (int m = 0; m < M; ++m) rows[m] = bit_cast<__m512bh>(_mm512_loadu_si512(x + m * job.x_stride + k));
+    for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(weight + (R + r) * job.in + k, 0, 2);
+      const __m512bh own = bit_cast<__m512bh>(_mm512_loadu_si512(weight + r * job.in + k));
+      for (int m = 0; m < M; ++m) sums[r][m] = _mm512_dpbf16_ps(sums[r][m], own, rows[m]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const float shift = job.bias ? load_n((const bf16*)job.bias + n + r, 1)[0] : 0;
+    for (int m = 0; m < M; ++m)
+      store_n(out + m * job.features + n + r, splat(_mm512_reduce_add_ps(sums[r][m]) + shift), 1);
+  }
+}
+
+template <int M>
+static void few_rows(const Linear& job, int64_t first, int32_t threads) {
+  constexpr int R = M == 1 ? 8 : M <= 4 ? 4 : 2;  // sums that fit the registers
+  const bf16* x = (const bf16*)job.x + first * job.x_stride;
+  bf16* out = (bf16*)job.out + first * job.features;
+  VB_PARALLEL_FOR(job.in * job.features)
+  for (int64_t n = 0; n < job.features; n += R) dots<M, R>(job, x, out, n);
+}
+
+static int linear_pairs(const Linear& job, int32_t threads) {
+  int64_t m = 0;
+  for (; m + 8 <= job.rows; m += 8) few_rows<8>(job, m, threads);
+  for (; m + 4 <= job.rows; m += 4) few_rows<4>(job, m, threads);
+  for (; m + 2 <= job.rows; m += 2) few_rows<2>(job, m, threads);
+  if (m < job.rows) few_rows<1>(job, m, threads);
+  return VB_OK;
+}
+#endif
+
 int linear(const Linear& job, int32_t dtype, int32_t threads) {
   if (job.in % 32 || job.features % WEIGHT_ROWS) return VB_BAD_DTYPE;
   if (dtype == VB_F32) return linear_f32<float>(job, threads);
 #if defined(VB_AMX)
   if (dtype == VB_BF16) return linear_amx(job, threads);
+#elif defined(__AVX512BF16__)
+  if (dtype == VB_BF16 && !job.int4) return linear_pairs(job, threads);
 #endif
   if (!job.int4) return VB_BAD_DTYPE;  // of matrices as they lie, torch has the better product
   if (dtype == VB_BF16) return linear_f32<bf16>(job, threads);

@@ -195,7 +195,7 @@ def cpu_kernels() -> CPUKernels:
         raise ValueError(
             f"{ISA_VARIABLE}={wanted} is not among the instruction sets of this machine: {', '.join(isas)}"
         )
-    linear_dtypes = {torch.float32, torch.bfloat16} if wanted == "amx" else {torch.float32}
+    linear_dtypes = {torch.float32, torch.bfloat16} if wanted in ("amx", "avx512bf16") else {torch.float32}
     kernels: CPUKernels = bind(CPUKernels, _library(), f"vb_{wanted}_", isa=wanted, linear_dtypes=linear_dtypes)
     return kernels
 

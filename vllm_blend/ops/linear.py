@@ -24,7 +24,7 @@ from vllm_blend.ops.cuda_library import DTYPES, check, stream_of
 # 1.2 above: too little for weights that nothing else can read, which tied embeddings would have twice, and that took 1
 # to 2 seconds for 360 MiB at load.
 KERNEL_ROWS = {
-    torch.bfloat16: {"amx": range(129)},
+    torch.bfloat16: {"amx": range(129), "avx512bf16": range(1, 9)},
     torch.float32: {
         "amx": range(8, 33),
         "avx512bf16": range(8, 33),
