@@ -123,11 +123,9 @@ static void few_rows(const Linear& job, int64_t first, int32_t threads) {
 }
 
 static int linear_pairs(const Linear& job, int32_t threads) {
-  int64_t m = 0;
-  for (; m + 8 <= job.rows; m += 8) few_rows<8>(job, m, threads);
-  for (; m + 4 <= job.rows; m += 4) few_rows<4>(job, m, threads);
-  for (; m + 2 <= job.rows; m += 2) few_rows<2>(job, m, threads);
-  if (m < job.rows) few_rows<1>(job, m, threads);
+  void (*const passes[])(const Linear&, int64_t, int32_t) = {few_rows<1>, few_rows<2>, few_rows<3>, few_rows<4>,
+                                                             few_rows<5>, few_rows<6>, few_rows<7>, few_rows<8>};
+  for (int64_t m = 0; m < job.rows; m += 8) passes[min64(8, job.rows - m) - 1](job, m, threads);  // over all weights
   return VB_OK;
 }
 #endif
