@@ -104,7 +104,7 @@ def http(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
 
 
 def in_chunks(path: str, body: bytes, size: int) -> bytes:
-    """Return a request whose body comes in chunks of so many bytes."""
+    """Return a request whose body is sent in chunks of this many bytes."""
     head = http("POST", path, b"", "Content-Type: application/json", "Transfer-Encoding: chunked")
     pieces = (body[start : start + size] for start in range(0, len(body), size))
     return head + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"

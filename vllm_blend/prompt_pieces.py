@@ -23,9 +23,8 @@ from itertools import accumulate, groupby, pairwise
 import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from vllm_blend.hidden_tokens import Span as Span
 from vllm_blend.hidden_tokens import hidden_tokens, may_hide
-
-Span = tuple[int, int]
 
 
 class TrustedText(str):

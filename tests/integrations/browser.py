@@ -58,7 +58,7 @@ class Browser:
         os.close(self._from)
 
     def show(self, width: int, scheme: str) -> None:
-        """Have the page be so many pixels wide, in the colours of a scheme: light or dark."""
+        """Show the page at this width in pixels, in the light or the dark colour scheme."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 

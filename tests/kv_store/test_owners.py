@@ -244,6 +244,6 @@ def test_an_index_of_before_there_were_owners_can_be_used() -> None:
 def test_names_of_owners_are_not_on_the_disk() -> None:
     with memory_folder() as folder:
         with DiskChunkStore(DiskStoreConfig(folder, 64 * PAGE, MODEL)) as store:
-            store.put(key(1), sized(2).owned_by(Owner("a-name-of-somebody")))
+            store.put(key(1), sized(2).owned_by(Owner("the-name-of-a-tenant")))
         written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-    assert b"a-name-of-somebody" not in written and Owner("a-name-of-somebody").id.encode() in written
+    assert b"the-name-of-a-tenant" not in written and Owner("the-name-of-a-tenant").id.encode() in written

@@ -113,6 +113,6 @@ def blend_rows(request: Request) -> int:
 
 
 def is_complete(request: Request, num_tokens: int) -> bool:
-    """Return whether a step in flight computes the rest of a request of so many tokens, or draws its last one."""
+    """Return whether a step in flight computes the rest of a request with this many tokens, or draws its last one."""
     longest = request.max_num_tokens
     return request.num_computed_tokens == num_tokens or (longest is not None and num_tokens >= longest)

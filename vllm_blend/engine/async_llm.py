@@ -282,8 +282,8 @@ class AsyncLLM:
         check_chunk_settings(parsed, self.config.blend.enable_blending)
 
     def check_room(self, num_completions: int = 1, tenant: str = "") -> None:
-        """Raise ShuttingDownError, EngineDeadError or QueueFullError if a tenant's request for so many completions
-        could not be taken now. A tenant that has few is not refused because others have many."""
+        """Raise ShuttingDownError, EngineDeadError or QueueFullError if a tenant's request for this many
+        completions could not be taken now. A tenant that has few is not refused because others have many."""
         if self._refuses is not None:
             raise ShuttingDownError(self._refuses)
         self._client.check_health()

@@ -18,7 +18,7 @@ from vllm_blend.engine.process.messages import Abort, Outputs, Stop, ToEngine
 logger = logging.getLogger(__name__)
 
 BATCH = 32  # requests whose news are entered before others get their turn on an event loop: some 0.1 ms
-LOGPROBS = 1024  # after so many it is their turn as well: making one takes some microseconds
+LOGPROBS = 1024  # after this many, others take their turn: each takes some microseconds to make
 RECENT = 64  # requests whose ends tell how fast the queue moves
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 

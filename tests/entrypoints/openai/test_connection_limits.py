@@ -216,7 +216,7 @@ def test_silent_and_slow_clients_are_sent_away() -> None:
 
 @pytest.mark.parametrize("first", [LEAST_READ_BYTES, LEAST_READ_BYTES - 1])
 def test_a_client_that_does_not_read_is_cut_off(first: int) -> None:
-    """As soon as it has read too little for as long as it may, and not before."""
+    """It is cut when the time for reading is over, and not before."""
 
     async def run() -> None:
         now = asyncio.get_running_loop().time
@@ -279,7 +279,7 @@ def test_a_body_that_trickles_is_cut_off(pause: float, status: int) -> None:
     assert run_in_virtual_time(run())[0]["status"] == status
 
 
-def test_outputs_that_nobody_reads_are_not_made_one_by_one() -> None:
+def test_outputs_are_bounded_while_nobody_reads() -> None:
     made = 0
 
     async def generate(*_: Any, **__: Any) -> AsyncGenerator[RequestOutput, None]:

@@ -1,4 +1,4 @@
-"""Which of an answer's tokens, with their log-probabilities, belong to each of its blocks of text."""
+"""Assigns the tokens of an answer, with their log-probabilities, to its blocks of text."""
 
 from __future__ import annotations
 

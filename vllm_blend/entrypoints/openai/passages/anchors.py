@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Span = tuple[int, int]
+from vllm_blend.entrypoints.openai.passages.text_pieces import Span
+
 Array = npt.NDArray[Any]
 
 WINDOW = 32  # bytes that an anchor is found by

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-from vllm_blend.entrypoints.openai.passages.anchors import AnchoredText, Comparison, Span
+from vllm_blend.entrypoints.openai.passages.anchors import AnchoredText, Comparison
 from vllm_blend.entrypoints.openai.passages.known import (
     BARE,
     MOVED,
@@ -21,7 +21,7 @@ from vllm_blend.entrypoints.openai.passages.known import (
     RegisteredPassages,
     digest,
 )
-from vllm_blend.entrypoints.openai.passages.text_pieces import TextPiece, end_of_passage, piece_between
+from vllm_blend.entrypoints.openai.passages.text_pieces import Span, TextPiece, end_of_passage, piece_between
 
 BLEND_COST = 1 / 3  # of computing the passages in full: the share that is computed again, and what encoding costs
 _FIRST = b"system"  # in place of what stands before the first piece of a system prompt: dates and tools may change
